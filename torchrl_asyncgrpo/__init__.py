@@ -1,0 +1,1 @@
+"""Asynchronous GRPO on prefix trees, as TorchRL components."""

@@ -1,0 +1,231 @@
+"""The data contract: every key of a rollout and of a tree batch is spelled once, here.
+
+Suffixes of tensor names, here and in the rest of the package:
+T nodes, L entries, S rollouts, N tokens of one rollout, D width, V vocabulary, H heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TypedTensorDict
+from torch import Tensor
+
+# --- keys of a rollout -------------------------------------------------------------------------
+TOKEN_IDS = "token_ids"
+LOSS_MASK = "loss_mask"
+SAMPLE_LOG_PROB = "sample_log_prob"
+POLICY_VERSION = "policy_version"
+REWARD = "reward"
+ADVANTAGE = "advantage"
+GROUP_ID = "group_id"
+ROLLOUT_ID = "rollout_id"
+REF_LOG_PROB = "ref_log_prob"
+
+# --- keys of a tree batch ----------------------------------------------------------------------
+NODE_INPUT_IDS = ("node", "input_ids")
+NODE_POSITION_IDS = ("node", "position_ids")
+NODE_PARENT = ("node", "parent")
+NODE_SUBTREE_END = ("node", "subtree_end")
+NODE_LOG_PROB = ("node", "log_prob")
+NODE_ENTROPY = ("node", "entropy")
+ENTRY_NODE = ("entry", "node")
+ENTRY_ROLLOUT = ("entry", "rollout")
+ENTRY_SAMPLE_LOG_PROB = ("entry", "sample_log_prob")
+ENTRY_REF_LOG_PROB = ("entry", "ref_log_prob")
+ROLLOUT_ADVANTAGE = ("rollout", "advantage")
+ROLLOUT_POLICY_VERSION = ("rollout", "policy_version")
+ROLLOUT_LENGTH = ("rollout", "length")
+WINDOW_NUM_ENTRIES = ("window", "num_entries")
+WINDOW_NUM_ROLLOUTS = ("window", "num_rollouts")
+
+_next_rollout_id = itertools.count()
+
+
+def make_rollout(
+    token_ids: Any,
+    loss_mask: Any,
+    sample_log_prob: Any,
+    *,
+    group_id: int,
+    reward: float = 0.0,
+    advantage: float = 0.0,
+    policy_version: Any = 0,
+    rollout_id: int | None = None,
+    ref_log_prob: Any = None,
+) -> TensorDict:
+    """Build one rollout, the row that a replay buffer stores and a packer folds.
+
+    Args:
+        token_ids: [N] integers, prompt and response tokens exactly as sampled; N >= 1.
+        loss_mask: [N] booleans, True where the policy being trained sampled the token. The first
+            token cannot be trained: nothing predicts it.
+        sample_log_prob: [N] floats in nats, the log-prob of each token under the sampling policy at
+            the sampling temperature. Ignored, and allowed to be NaN, where the mask is False; finite
+            and <= 0 where it is True.
+        group_id: identity of the draw of the prompt; rollouts of one draw share it.
+        reward: raw reward of the rollout.
+        advantage: advantage within the group, shared by every trained token.
+        policy_version: [N] integers, or one integer for all tokens: the version of the weights that
+            sampled the token. Ignored where the mask is False.
+        rollout_id: identity of the rollout; by default the next one of this process.
+        ref_log_prob: [N] floats in nats under a frozen reference policy, or None.
+
+    Returns:
+        A ``TensorDict`` with ``batch_size=[]`` and the keys of the data contract.
+
+    Raises:
+        ValueError: if the shapes differ, a trained first token is given, or a trained token has a
+            log-prob that is not finite or is positive.
+    """
+    token_ids_N = torch.as_tensor(token_ids, dtype=torch.int64)
+    loss_mask_N = torch.as_tensor(loss_mask, dtype=torch.bool)
+    sample_log_prob_N = torch.as_tensor(sample_log_prob, dtype=torch.float32)
+    if token_ids_N.ndim != 1 or not len(token_ids_N):
+        raise ValueError(
+            f"token_ids has shape {tuple(token_ids_N.shape)}; a rollout is one non-empty row of tokens, [N] with N >= 1."
+        )
+    version_N = torch.as_tensor(policy_version, dtype=torch.int64)
+    version_N = version_N.expand(len(token_ids_N)).clone() if version_N.ndim == 0 else version_N
+    rows = {LOSS_MASK: loss_mask_N, SAMPLE_LOG_PROB: sample_log_prob_N, POLICY_VERSION: version_N}
+    if ref_log_prob is not None:
+        rows[REF_LOG_PROB] = torch.as_tensor(ref_log_prob, dtype=torch.float32)
+    for key, row in rows.items():
+        if row.shape != token_ids_N.shape:
+            raise ValueError(
+                f"{key} has shape {tuple(row.shape)} and token_ids {tuple(token_ids_N.shape)}; "
+                f"give one value per token (truncate or extend {key} together with the tokens)."
+            )
+    if loss_mask_N[0]:
+        raise ValueError(
+            "loss_mask[0] is True, but the first token has no token before it to predict it; "
+            "start the rollout with a prompt or end-of-text token that is masked out."
+        )
+    for key in (SAMPLE_LOG_PROB, REF_LOG_PROB):
+        if key not in rows:
+            continue
+        trained_L = rows[key][loss_mask_N]
+        bad_L = ~torch.isfinite(trained_L) | (trained_L > 0)
+        if bad_L.any():
+            where = int(loss_mask_N.nonzero()[bad_L][0])
+            raise ValueError(
+                f"{key}[{where}] is {float(rows[key][where])} on a trained token; a log-prob lies in (-inf, 0]. "
+                "Mask a token that the engine returned without a log-prob out of the loss."
+            )
+    return TensorDict(
+        {
+            TOKEN_IDS: token_ids_N,
+            REWARD: torch.tensor(float(reward)),
+            ADVANTAGE: torch.tensor(float(advantage)),
+            GROUP_ID: torch.tensor(int(group_id)),
+            ROLLOUT_ID: torch.tensor(next(_next_rollout_id) if rollout_id is None else int(rollout_id)),
+            **rows,
+        },
+        batch_size=[],
+    )
+
+
+def oldest_version(rollout: TensorDict) -> int:
+    """Policy version of the oldest trained token of a rollout: what its staleness is measured from.
+
+    Args:
+        rollout: a rollout; ``loss_mask`` [N] bool and ``policy_version`` [N] int64 are read.
+
+    Returns:
+        The smallest version over trained tokens; over all tokens where none is trained.
+    """
+    version_N, mask_N = rollout[POLICY_VERSION], rollout[LOSS_MASK]
+    return int((version_N[mask_N] if mask_N.any() else version_N).min())
+
+
+class TreeBatch(TypedTensorDict):
+    """One micro-batch: the prefix trie of its rollouts and the loss terms on it.
+
+    ``batch_size=[]``; four nested tables:
+
+    ========== ========= ============================================================================
+    table      size      keys
+    ========== ========= ============================================================================
+    node       [T]       ``input_ids``, ``position_ids`` (depth), ``parent`` (-1 at a root),
+                         ``subtree_end`` int64; the actor adds ``log_prob``, ``entropy`` float
+    entry      [L]       ``node``, ``rollout`` int64; ``sample_log_prob``, optional ``ref_log_prob``
+                         float32, nats
+    rollout    [S]       ``advantage`` float32; ``policy_version`` (oldest trained token), ``length``
+                         (trained tokens) int64
+    window     []        ``num_entries``, ``num_rollouts`` int64: totals of the whole window
+    ========== ========= ============================================================================
+
+    Nodes are in depth-first pre-order: the descendants of node ``i`` are ``i + 1 .. subtree_end[i] - 1``.
+    A flat batch is the same structure with one chain per rollout.
+    """
+
+    node: TensorDict
+    entry: TensorDict
+    rollout: TensorDict
+    window: TensorDict
+
+    @property
+    def num_nodes(self) -> int:
+        """T, the number of tokens that are forwarded."""
+        return self["node"].batch_size[0]
+
+    @property
+    def num_entries(self) -> int:
+        """L, the number of loss terms of this micro-batch."""
+        return self["entry"].batch_size[0]
+
+    @property
+    def num_rollouts(self) -> int:
+        """S, the number of rollouts of this micro-batch."""
+        return self["rollout"].batch_size[0]
+
+    def validate(self) -> TreeBatch:
+        """Check every structural invariant of the contract; for tests and for hand-made batches.
+
+        Returns:
+            The batch itself.
+
+        Raises:
+            ValueError: naming the first table, key and index that break the contract.
+        """
+        parent_T, end_T = self[NODE_PARENT], self[NODE_SUBTREE_END]
+        depth_T, T = self[NODE_POSITION_IDS], self.num_nodes
+        index_T = torch.arange(T, device=parent_T.device)
+        root_T = parent_T < 0
+        above_T = parent_T.clamp_min(0)
+        _require(parent_T < index_T, NODE_PARENT, "a parent stands before its children")
+        _require(parent_T >= -1, NODE_PARENT, "-1 marks a root, any other parent is an index")
+        _require(
+            torch.where(root_T, depth_T == 0, depth_T == depth_T[above_T] + 1),
+            NODE_POSITION_IDS,
+            "the depth of a root is 0, of a child one more than its parent's",
+        )
+        _require((end_T > index_T) & (end_T <= T), NODE_SUBTREE_END, "a subtree ends behind its node and inside the batch")
+        _require(
+            root_T | ((index_T < end_T[above_T]) & (end_T <= end_T[above_T])),
+            NODE_SUBTREE_END,
+            "a subtree lies inside its parent's: nodes are in depth-first pre-order",
+        )
+        next_is_child_T = torch.ones_like(root_T)
+        next_is_child_T[:-1] = (end_T[:-1] == index_T[1:]) | (parent_T[1:] == index_T[:-1])
+        _require(next_is_child_T, NODE_SUBTREE_END, "a node is followed by its first child or by the end of its subtree")
+        node_L, rollout_L = self[ENTRY_NODE], self[ENTRY_ROLLOUT]
+        _require((node_L >= 0) & (node_L < T), ENTRY_NODE, f"an entry points at one of the {T} nodes")
+        S = self.num_rollouts
+        _require((rollout_L >= 0) & (rollout_L < S), ENTRY_ROLLOUT, f"an entry belongs to one of the {S} rollouts")
+        _require(~root_T[node_L], ENTRY_NODE, "a root has no parent that could predict it and cannot be trained")
+        _require(torch.isfinite(self[ENTRY_SAMPLE_LOG_PROB]), ENTRY_SAMPLE_LOG_PROB, "log-probs of entries are finite")
+        length_S = torch.bincount(rollout_L, minlength=S)
+        _require(length_S == self[ROLLOUT_LENGTH], ROLLOUT_LENGTH, "length counts the entries of the rollout")
+        _require(
+            (self[WINDOW_NUM_ENTRIES] >= self.num_entries)[None], WINDOW_NUM_ENTRIES, "a window holds its micro-batches"
+        )
+        _require((self[WINDOW_NUM_ROLLOUTS] >= S)[None], WINDOW_NUM_ROLLOUTS, "a window holds its micro-batches")
+        return self
+
+
+def _require(holds: Tensor, key: tuple[str, str], rule: str) -> None:
+    if not bool(holds.all()):
+        raise ValueError(f"TreeBatch {key} breaks its contract at index {int((~holds).nonzero()[0, 0])}: {rule}.")

@@ -38,6 +38,9 @@ ENTRY_REF_LOG_PROB = ("entry", "ref_log_prob")
 ROLLOUT_ADVANTAGE = ("rollout", "advantage")
 ROLLOUT_POLICY_VERSION = ("rollout", "policy_version")
 ROLLOUT_LENGTH = ("rollout", "length")
+ROLLOUT_LEAF = ("rollout", "leaf")
+ROLLOUT_ROLLOUT_ID = ("rollout", "rollout_id")
+ROLLOUT_GROUP_ID = ("rollout", "group_id")
 WINDOW_NUM_ENTRIES = ("window", "num_entries")
 WINDOW_NUM_ROLLOUTS = ("window", "num_rollouts")
 
@@ -153,7 +156,8 @@ class TreeBatch(TypedTensorDict):
     entry      [L]       ``node``, ``rollout`` int64; ``sample_log_prob``, optional ``ref_log_prob``
                          float32, nats
     rollout    [S]       ``advantage`` float32; ``policy_version`` (oldest trained token), ``length``
-                         (trained tokens) int64
+                         (trained tokens) int64; the packers add ``leaf`` (the node its path ends
+                         at), ``rollout_id``, ``group_id`` int64
     window     []        ``num_entries``, ``num_rollouts`` int64: totals of the whole window
     ========== ========= ============================================================================
 

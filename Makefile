@@ -1,0 +1,59 @@
+# Everything below works from a fresh clone with Python >= 3.10 and pip.
+#
+#   make train ARGS="train.total_frames=256"     hydra overrides of the main job
+#   make test ARGS="-k packing"                  pytest options
+#   make train TORCH="torch --index-url ..."     another build of torch, e.g. for a GPU
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test lint format types docs bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch comes first, on its own: which build a machine needs is the user's choice, not the resolver's.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 10) or sys.exit("Python 3.10 or newer is needed; $(PYTHON) is %d.%d. Choose another with: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" % v[:2])'
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment; install its venv module (python3-venv) and try again."; exit 1; }
+	$(PIP) install --quiet $(TORCH)
+	$(PIP) install --quiet --editable '.[dev,docs]'
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP) install --quiet --editable '.[bench]'
+	@touch $@
+
+install: $(VENV)/.installed ## make the environment (.venv)
+
+train: $(VENV)/.installed ## train SmolLM2-135M-Instruct with asynchronous GRPO
+	$(BIN)/python sota-implementations/async_grpo/async_grpo.py $(ARGS)
+
+test: $(VENV)/.installed ## run the whole test suite
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed ## fix style and format in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed ## check the types of the package
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed ## build the documentation into docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/.installed-bench ## time the parts and the whole job against their peers
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,102 @@
+"""Stand-ins that tests control: an engine that answers from a script, a tokenizer of characters, tiny models."""
+
+import asyncio
+import threading
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
+
+from torchrl_asyncgrpo.engines.base import Completion
+
+CHARACTERS = "0123456789+-= abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?.<>|"
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+
+def character_tokenizer(chat=True):
+    vocabulary = {"<eos>": 0, **{c: i + 1 for i, c in enumerate(CHARACTERS)}}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
+    return tokenizer
+
+
+VOCABULARY = len(CHARACTERS) + 1
+
+
+def tiny_qwen3(seed=0, **changes):
+    torch.manual_seed(seed)
+    fields = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(Qwen3Config(**{**fields, **changes}))
+
+
+def tiny_gpt2(seed=0, **changes):
+    torch.manual_seed(seed)
+    fields = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    fields |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, eos_token_id=0, bos_token_id=0, pad_token_id=0)
+    return AutoModelForCausalLM.from_config(GPT2Config(**{**fields, **changes}))
+
+
+class ScriptedEngine:
+    """Answers every request at once from its seed, or when the test opens the gate of that many requests."""
+
+    def __init__(self, max_length=64, length=4, gated=False):
+        self.policy_version = 0
+        self.max_length = max_length
+        self.length = length
+        self.requests = []
+        self.cohorts = []
+        self.fail_completions = {}
+        self.exception = None
+        self._gate = threading.Semaphore(0) if gated else None
+        self._pending = []
+
+    def open(self, requests=1):
+        """Let ``requests`` further requests finish, in the order they were made."""
+        self._gate.release(requests)
+
+    async def generate(self, prompt_ids, params):
+        number = len(self.requests)
+        self.requests.append((list(prompt_ids), params))
+        self._pending.append(number)
+        if len(self._pending) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+        version = self.policy_version
+        await asyncio.sleep(0)
+        if self._gate is not None:
+            while not self._gate.acquire(blocking=False):
+                await asyncio.sleep(0.001)
+        if self.exception is not None:
+            raise self.exception
+        rng = np.random.default_rng(params.seed)
+        failed = self.fail_completions.get(number, 0)
+        completions = []
+        for i in range(params.n):
+            tokens = rng.integers(1, VOCABULARY, rng.integers(1, self.length + 1)).tolist()
+            log_probs = (-rng.random(len(tokens)) - 0.1).tolist()
+            reason = "abort" if i < failed else "stop"
+            completions.append(Completion(tokens, log_probs, [version] * len(tokens), reason))
+        return completions
+
+    def _flush(self):
+        self.cohorts.append(self._pending)
+        self._pending = []
+
+    def shutdown(self):
+        pass

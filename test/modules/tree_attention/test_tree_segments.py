@@ -1,0 +1,175 @@
+"""The segments backend against dense softmax attention: values, gradients, features, and the plan it follows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from tree_oracle import NaiveTrie, random_rollouts
+
+from torchrl_asyncgrpo.modules.tree_attention import TreeLayout
+from torchrl_asyncgrpo.modules.tree_attention.plan import Plan, Rectangle, plan_rectangles
+from torchrl_asyncgrpo.modules.tree_attention.reference import reference_attention
+from torchrl_asyncgrpo.modules.tree_attention.segments import segments_attention
+
+
+def tiny_segments(seed: int = 0) -> NaiveTrie:
+    """Prompts that share a head, with many short completions that share beginnings: hundreds of segments."""
+    rng = random.Random(seed)
+    head = [1] * 9
+    rollouts = []
+    for _ in range(8):
+        prompt = head + [rng.randrange(2, 23) for _ in range(11)]
+        rollouts += [prompt + [rng.randrange(2, 4) for _ in range(rng.randint(1, 12))] for _ in range(60)]
+    return NaiveTrie(rollouts)
+
+
+def caterpillar(length: int = 120) -> NaiveTrie:
+    """A chain with a leaf at every node: no segment is longer than one node."""
+    spine = [i % 7 for i in range(length)]
+    return NaiveTrie([spine] + [spine[:i] + [20] for i in range(1, length)])
+
+
+def long_branches() -> NaiveTrie:
+    rng = random.Random(3)
+    prompt = [rng.randrange(23) for _ in range(150)]
+    return NaiveTrie([prompt[:100]] + [prompt + [i] + [rng.randrange(23) for _ in range(70)] for i in range(4)])
+
+
+SHAPES = {"tiny segments": tiny_segments, "caterpillar": caterpillar, "long branches": long_branches}
+
+
+def random_heads(tree: TreeLayout, *, heads=4, key_heads=2, width=8, value_width=8, dtype=torch.float64) -> list[Tensor]:
+    """Query, key, value as a model makes them, [1, T, H, D] transposed, and sinks."""
+    torch.manual_seed(1)
+    T = tree.num_nodes
+    shapes = [(heads, width), (key_heads, width), (key_heads, value_width)]
+    leaves = [torch.randn(1, T, h, d, dtype=dtype).transpose(1, 2).requires_grad_() for h, d in shapes]
+    return leaves + [torch.randn(heads, dtype=dtype).requires_grad_()]
+
+
+def assert_equal_attention(tree: TreeLayout, leaves: list[Tensor], tolerance: float, *, sinks=False, plain=False, **kwargs) -> None:
+    sinks_H = leaves[3] if sinks else None
+    used = leaves if sinks else leaves[:3]
+    expected = reference_attention(*leaves[:3], tree, scaling=0.7, sinks_H=sinks_H, **kwargs)
+    actual = segments_attention(*leaves[:3], tree, scaling=0.7, sinks_H=sinks_H, plain=plain, **kwargs)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
+    cotangent = torch.randn_like(expected)
+    for a, b in zip(torch.autograd.grad(actual, used, cotangent), torch.autograd.grad(expected, used, cotangent), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, float(b.abs().max())))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 6, 40, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_equal_the_reference(shape: str, window: int | None, sinks: bool, plain: bool) -> None:
+    tree = SHAPES[shape]().layout()
+    leaves = random_heads(tree)
+    assert_equal_attention(tree, leaves, 1e-10, sinks=sinks, plain=plain, sliding_window=window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num=st.integers(1, 40),
+    max_new=st.integers(1, 60),
+    window=st.none() | st.integers(1, 70),
+    overhead=st.sampled_from([1, 30, 300]),
+)
+def test_every_visible_pair_is_covered_exactly_once(seed: int, num: int, max_new: int, window: int | None, overhead: int) -> None:
+    trie = NaiveTrie(random_rollouts(seed, num=num, max_new=max_new))
+    plan = plan_rectangles(trie.layout(), window, overhead, torch.float64)
+    assert torch.equal(pair_counts(plan, len(trie.tokens)), trie.visible_TT(window).int())
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 40), max_new=st.integers(1, 60), window=st.none() | st.integers(1, 70))
+def test_random_trees_equal_the_reference(seed: int, num: int, max_new: int, window: int | None) -> None:
+    tree = NaiveTrie(random_rollouts(seed, num=num, max_new=max_new)).layout()
+    leaves = random_heads(tree, heads=6, key_heads=3, width=64)
+    assert_equal_attention(tree, leaves, 1e-10, sinks=True, sliding_window=window)
+
+
+def pair_counts(plan: Plan, num_nodes: int) -> Tensor:
+    """How often a plan attends each pair; checks its promises about squares and blind rows on the way."""
+    count_TT = torch.zeros(num_nodes, num_nodes, dtype=torch.int32)
+    index_T = torch.arange(num_nodes)
+    assert torch.equal(torch.cat([index_T[s.queries] for s in plan.squares]).sort().values, index_T)
+    for r in plan.squares + plan.rectangles:
+        seen_QK = visible(r, index_T)
+        blind_Q = torch.zeros(len(seen_QK), dtype=torch.bool) if r.blind_Q is None else r.blind_Q
+        assert torch.equal(~seen_QK.any(1), blind_Q)
+        count_TT[index_T[r.queries][:, None], index_T[r.keys]] += seen_QK.int()
+    return count_TT
+
+
+def visible(r: Rectangle, index_T: Tensor) -> Tensor:
+    seen_QK = torch.ones(len(index_T[r.queries]), len(index_T[r.keys]), dtype=torch.bool)
+    if r.causal:
+        seen_QK = seen_QK.tril()
+    return seen_QK if r.bias_QK is None else seen_QK & (r.bias_QK == 0)
+
+
+def area(plan: Plan, num_nodes: int) -> int:
+    index_T = torch.arange(num_nodes)
+    return sum(len(index_T[r.queries]) * len(index_T[r.keys]) for r in plan.squares + plan.rectangles)
+
+
+@pytest.mark.parametrize("window", [None, 200, 700])
+def test_the_work_is_that_of_the_visible_pairs(window: int | None) -> None:
+    rng = random.Random(5)
+    prompt = [rng.randrange(23) for _ in range(1500)]
+    trie = NaiveTrie([prompt] + [prompt[: 900 + 40 * i] + [50] + [rng.randrange(23) for _ in range(200)] for i in range(8)])
+    tree = trie.layout()
+    visible_pairs = int(tree.visible_TT(window).sum())
+    plan = plan_rectangles(tree, window, 300, torch.float32)
+    assert area(plan, tree.num_nodes) < 1.45 * visible_pairs
+    assert len(plan.squares) + len(plan.rectangles) < tree.num_nodes / 10
+
+
+def test_many_tiny_segments_take_few_calls() -> None:
+    tree = tiny_segments().layout()
+    plan = plan_rectangles(tree, None, 2000, torch.float32)
+    segments = int((tree.parent_T != range(-1, tree.num_nodes - 1)).sum())
+    assert segments > 200
+    assert len(plan.squares) + len(plan.rectangles) < segments / 6
+
+
+def test_a_value_of_another_width_than_the_key() -> None:
+    tree = tiny_segments().layout()
+    for width, value_width in [(12, 8), (8, 12)]:
+        assert_equal_attention(tree, random_heads(tree, width=width, value_width=value_width), 1e-10)
+
+
+def test_float32_and_bfloat16_stay_within_their_precision() -> None:
+    tree = long_branches().layout()
+    exact = random_heads(tree, width=16, value_width=16)
+    expected = reference_attention(*exact[:3], tree, scaling=0.25)
+    for dtype, tolerance in [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in exact[:3]]
+        actual = segments_attention(*leaves, tree, scaling=0.25)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
+        actual.float().square().sum().backward()
+        assert all(x.grad.dtype == dtype and x.grad.isfinite().all() for x in leaves)
+
+
+def test_one_node_and_only_roots() -> None:
+    for end in ([1], [1, 2, 3]):
+        tree = TreeLayout(torch.zeros(len(end), dtype=torch.int64), torch.tensor(end))
+        assert_equal_attention(tree, random_heads(tree), 1e-12, sinks=True)
+
+
+def test_the_plan_is_built_once_for_all_layers() -> None:
+    tree = tiny_segments().layout()
+    leaves = random_heads(tree)
+    segments_attention(*leaves[:3], tree, scaling=1.0)
+    built = dict(tree._built)
+    segments_attention(*leaves[:3], tree, scaling=1.0, sliding_window=10_000)
+    assert built.keys() == tree._built.keys()
+    assert all(tree._built[key] is value for key, value in built.items())

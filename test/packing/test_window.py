@@ -1,0 +1,93 @@
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict, lazy_stack
+
+from torchrl_asyncgrpo.data.schema import make_rollout
+from torchrl_asyncgrpo.packing.window import read_window
+
+
+def rollout(tokens, trained, **changes):
+    """A rollout that trains the given positions, with NaN and rubbish wherever the contract says it is ignored."""
+    mask = torch.zeros(len(tokens), dtype=torch.bool)
+    mask[list(trained)] = True
+    log_prob = torch.where(mask, -0.5, torch.nan)
+    given = {"group_id": 0, "rollout_id": 0} | changes
+    return make_rollout(tokens, mask, log_prob, **given)
+
+
+def test_rows_end_at_the_last_trained_token_and_come_sorted():
+    window = read_window([rollout([2, 1, 9, 9], [1]), rollout([1, 3, 5], [1, 2]), rollout([1, 3, 2], [2])])
+    assert [row.tolist() for row in window.rows] == [[1, 3, 2], [1, 3, 5], [2, 1]]
+    assert window.entry_bounds.tolist() == [0, 1, 3, 4]
+    assert window.entry_depth.tolist() == [2, 1, 2, 1]
+
+
+def test_rollouts_without_a_trained_token_are_left_out():
+    window = read_window([rollout([1, 2], []), rollout([3, 4], [1], rollout_id=7), rollout([0, 2], [])])
+    assert window.rollout_id.tolist() == [7]
+    assert window.first_token == 0
+
+
+@pytest.mark.parametrize("ids", [[255, 256, 1], [2**31, 2**31 - 1, 5], [2**32, 2**32 - 1, 1], [2**62, 2**40, 3]])
+def test_order_is_numerical_for_ids_of_any_size(ids):
+    window = read_window([rollout([0, i], [1]) for i in ids])
+    assert [int(row[1]) for row in window.rows] == sorted(ids)
+
+
+def test_equal_tokens_are_ordered_by_rollout_id_then_content():
+    rows = [rollout([1, 2, 3], trained, rollout_id=i) for i, trained in ((5, [2]), (3, [1, 2]), (3, [2]), (4, [2]))]
+    forward, backward = read_window(rows), read_window(rows[::-1])
+    assert forward.rollout_id.tolist() == [3, 3, 4, 5]
+    assert forward.entry_bounds.tolist() == backward.entry_bounds.tolist()
+
+
+def test_policy_version_is_that_of_the_oldest_trained_token():
+    window = read_window([rollout([1, 2, 3, 4], [1, 3], policy_version=[0, 5, 1, 3])])
+    assert window.policy_version.tolist() == [3]
+
+
+def test_log_probs_and_reference_are_those_of_the_trained_tokens():
+    row = make_rollout([1, 2, 3], [False, True, False], [9, -1.5, 9], group_id=0, ref_log_prob=[9, -2.5, 9])
+    window = read_window([row])
+    assert window.sample_log_prob.tolist() == [-1.5]
+    assert window.ref_log_prob.tolist() == [-2.5]
+    assert window.sample_log_prob.dtype == np.float32
+
+
+def test_any_container_of_rollouts_is_read():
+    rows = [rollout([1, 2], [1], rollout_id=1), rollout([1, 3], [1], rollout_id=2)]
+    for rollouts in (rows, tuple(rows), iter(rows), lazy_stack(rows), torch.stack(rows)):
+        assert read_window(rollouts).rollout_id.tolist() == [1, 2]
+
+
+def changed(key, value):
+    return rollout([1, 2], [1]).set(key, value)
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        ([], "no rollout"),
+        (rollout([1, 2], [1]), "batch_size"),
+        ([TensorDict({"token_ids": torch.tensor([1])})], "no 'loss_mask'.*make_rollout"),
+        ([changed("token_ids", torch.tensor([1, -7]))], "token id -7"),
+        ([changed("token_ids", torch.tensor([[1, 2]]))], r"shape \(1, 2\)"),
+        ([changed("token_ids", torch.tensor([], dtype=torch.long))], r"shape \(0,\)"),
+        ([changed("loss_mask", torch.tensor([False, True, True]))], r"loss_mask of shape \(3,\)"),
+        ([changed("loss_mask", torch.tensor([True, True]))], r"loss_mask\[0\] True"),
+        ([changed("sample_log_prob", torch.tensor([0.0, torch.nan]))], r"sample_log_prob\[1\].*nan"),
+        ([changed("sample_log_prob", torch.tensor([0.0, -torch.inf]))], r"sample_log_prob\[1\].*-inf"),
+        ([changed("ref_log_prob", torch.tensor([0.0, torch.nan]))], r"ref_log_prob\[1\].*nan"),
+        ([changed("advantage", torch.tensor(torch.nan))], "advantage nan"),
+        ([changed("ref_log_prob", torch.zeros(2)), rollout([1, 2], [1])], "no 'ref_log_prob'"),
+    ],
+)
+def test_bad_rollouts_are_refused_by_name(rollouts, message):
+    with pytest.raises(ValueError, match=message):
+        read_window(rollouts)
+
+
+def test_what_is_wrong_in_an_untrained_rollout_or_token_is_ignored():
+    unscored = rollout([1, 2], []).set("advantage", torch.tensor(torch.nan))
+    assert read_window([unscored, rollout([3, 4, 5], [2])]).advantage.tolist() == [0.0]

@@ -1,0 +1,103 @@
+"""From one draw of a prompt to its rows of training data: encode, decode, score, assemble."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_asyncgrpo.data.prompts import PromptDraw
+from torchrl_asyncgrpo.data.schema import make_rollout
+from torchrl_asyncgrpo.engines.base import Completion
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, draw: PromptDraw, max_length: int) -> list[int]:
+    """Token ids of a prompt; a chat through the tokenizer's template, up to the start of the answer.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        draw: the prompt.
+        max_length: most tokens of prompt and completion together.
+
+    Raises:
+        ValueError: if a chat meets a tokenizer without template, or the prompt is empty or leaves no room.
+    """
+    if isinstance(draw.prompt, str):
+        prompt_ids = tokenizer(draw.prompt)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise ValueError(
+            f"prompt {draw.group_id} is a chat, but the tokenizer {type(tokenizer).__name__} has no chat template; set "
+            "tokenizer.chat_template, use an instruction-tuned model, or give the prompts as text."
+        )
+    else:
+        text = tokenizer.apply_chat_template(draw.prompt, tokenize=False, add_generation_prompt=True)
+        prompt_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not prompt_ids:
+        raise ValueError(f"prompt {draw.group_id} ({draw.prompt!r}) encodes to no token; give a prompt with some text.")
+    if len(prompt_ids) >= max_length:
+        raise ValueError(
+            f"prompt {draw.group_id} has {len(prompt_ids)} tokens and the engine takes {max_length} for prompt and "
+            "completion: no room for one token. Shorten or drop the prompt, or raise the engine's max_length."
+        )
+    return list(prompt_ids)
+
+
+def request_seed(seed: int, group_id: int) -> int:
+    """Seed of a group's request, derived so that groups, runs and engines do not repeat each other's samples."""
+    return int(np.random.SeedSequence([seed, group_id]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def as_answers(tokenizer: PreTrainedTokenizerBase, draw: PromptDraw, completions: Sequence[Completion]) -> list[Any]:
+    """Completions as reward functions read them: texts, or one assistant message each where the prompt is a chat."""
+    texts = [tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
+    return texts if isinstance(draw.prompt, str) else [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def make_group(
+    draw: PromptDraw,
+    prompt_ids: Sequence[int],
+    completions: Sequence[Completion],
+    rewards: Sequence[float],
+    advantage_G: Tensor,
+    *,
+    group_size: int,
+    mask_truncated: bool,
+) -> list[TensorDict]:
+    """Assemble the rollouts of a group; completions that were not scored are left out.
+
+    Args:
+        draw: the prompt; its id becomes the group's.
+        prompt_ids: token ids of the prompt.
+        completions: [G] completions.
+        rewards: [G] rewards, NaN where not scored.
+        advantage_G: [G] advantages.
+        group_size: completions asked for; with ``draw.group_id`` it makes the rollouts' ids.
+        mask_truncated: do not train completions that ended for lack of room.
+
+    Returns:
+        The rollouts. A sampled token without a log-prob is part of its rollout and untrained.
+    """
+    rollouts = []
+    for i, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
+        if math.isnan(reward):
+            continue
+        trained = not (mask_truncated and completion.finish_reason == "length")
+        blank = [0] * len(prompt_ids)
+        rollouts.append(
+            make_rollout(
+                [*prompt_ids, *completion.token_ids],
+                [*blank, *(trained and math.isfinite(log_prob) for log_prob in completion.log_probs)],
+                [*blank, *completion.log_probs],
+                group_id=draw.group_id,
+                reward=reward,
+                advantage=float(advantage_G[i]),
+                policy_version=[*blank, *completion.policy_versions],
+                rollout_id=draw.group_id * group_size + i,
+            )
+        )
+    return rollouts

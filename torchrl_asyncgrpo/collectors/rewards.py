@@ -1,0 +1,110 @@
+"""Reward functions in TRL's calling convention, checked and combined."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardFunctions:
+    """One reward per completion from one or several functions ``f(prompts, completions, **columns)``.
+
+    Each function gets lists with one element per completion: ``prompts`` and ``completions`` (texts, or message
+    lists where the prompt is a chat), ``completion_ids`` (token ids) and every column of the prompt source. It
+    returns a list of numbers, with None for a completion that it does not score. Functions may be async.
+
+    Args:
+        functions: one function or a non-empty sequence of them.
+        weights: one finite factor per function; 1 each by default.
+
+    Raises:
+        ValueError: if there is no function, or weights and functions differ in number.
+        TypeError: if a function cannot be called.
+    """
+
+    def __init__(
+        self, functions: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None = None
+    ) -> None:
+        self.functions = list(functions) if isinstance(functions, Sequence) else [functions]
+        if not self.functions:
+            raise ValueError("reward_funcs is empty; give at least one reward function.")
+        for function in self.functions:
+            if not callable(function):
+                raise TypeError(f"reward function {function!r} is a {type(function).__name__}; give a callable.")
+        self.weights = [1.0] * len(self.functions) if weights is None else [float(w) for w in weights]
+        if len(self.weights) != len(self.functions) or not all(map(math.isfinite, self.weights)):
+            raise ValueError(
+                f"reward_weights={weights} for {len(self.functions)} reward functions; give one finite number each."
+            )
+
+    async def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        executor: Executor,
+    ) -> list[float]:
+        """Score the completions of one group.
+
+        Args:
+            prompts: [G] prompts.
+            completions: [G] texts or message lists.
+            completion_ids: [G] token ids.
+            columns: further columns, [G] values each.
+            executor: where functions that are not async run, so that they do not hold up the event loop.
+
+        Returns:
+            [G] weighted sums over the functions that scored a completion; NaN where none did.
+
+        Raises:
+            ValueError: if a function returns another number of values, or a value that is not a finite number or None.
+            Exception: whatever a function raised.
+        """
+        arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
+        arguments["completion_ids"] = [list(ids) for ids in completion_ids]
+        total = [math.nan] * len(completions)
+        for function, weight in zip(self.functions, self.weights, strict=True):
+            if inspect.iscoroutinefunction(function):
+                values = await function(**arguments)
+            else:
+                call = functools.partial(function, **arguments)
+                values = await asyncio.get_running_loop().run_in_executor(executor, call)
+            for i, value in enumerate(_checked(function, values, len(completions))):
+                if value is not None:
+                    total[i] = weight * value + (0.0 if math.isnan(total[i]) else total[i])
+        return total
+
+
+def _checked(function: RewardFunction, values: Any, count: int) -> list[float | None]:
+    name = getattr(function, "__name__", repr(function))
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or len(values) != count:
+        got = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
+        raise ValueError(f"reward function {name!r} returned {got} for {count} completions; return a list of {count}.")
+    checked: list[float | None] = []
+    for i, value in enumerate(values):
+        if value is None:
+            checked.append(None)
+            continue
+        number = None if isinstance(value, (str, bytes)) else _as_float(value)
+        if number is None or not math.isfinite(number):
+            raise ValueError(
+                f"reward function {name!r} returned {value!r} for completion {i} of {count}; return a finite number, or "
+                "None where the completion is not scored."
+            )
+        checked.append(number)
+    return checked
+
+
+def _as_float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

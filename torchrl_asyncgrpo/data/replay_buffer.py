@@ -1,0 +1,308 @@
+"""A replay buffer that hands out whole groups, each once, oldest first, never staler than allowed."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
+
+from torchrl_asyncgrpo.data import schema
+
+
+@dataclass
+class WaitingGroup:
+    """A group in storage that was not handed out yet."""
+
+    group_id: int
+    indices: list[int]
+    oldest_version: int
+
+
+class WholeGroupSampler(Sampler):
+    """Draw whole groups in the order they were written, each once; drop those that became too stale.
+
+    Staleness is the current policy version minus that of the oldest trained token of the group, checked for the
+    group as a whole when it is drawn.
+
+    Args:
+        max_staleness: highest staleness that is handed out, >= 0; None for no limit.
+        current_version: returns the policy version that staleness is measured from.
+    """
+
+    def __init__(self, max_staleness: int | None, current_version: Callable[[], int]) -> None:
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"max_staleness={max_staleness}; use 0 for on-policy, a positive number, or None.")
+        self.max_staleness = max_staleness
+        self.current_version = current_version
+        self.groups: deque[WaitingGroup] = deque()
+
+    def drop_stale(self) -> list[WaitingGroup]:
+        """Remove and return the waiting groups that may no longer be handed out."""
+        if self.max_staleness is None:
+            return []
+        oldest = self.current_version() - self.max_staleness
+        stale = [group for group in self.groups if group.oldest_version < oldest]
+        if stale:
+            self.groups = deque(group for group in self.groups if group.oldest_version >= oldest)
+        return stale
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Draw up to ``batch_size`` groups; returns the storage indices of their rollouts and the groups' ids."""
+        drawn = [self.groups.popleft() for _ in range(min(batch_size, len(self.groups)))]
+        index = torch.tensor([i for group in drawn for i in group.indices], dtype=torch.long)
+        return index, {schema.GROUP_ID: torch.tensor([group.group_id for group in drawn])}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether ``batch_size`` groups wait."""
+        return len(self.groups) >= batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Waiting groups as plain lists."""
+        return {"groups": [[group.group_id, group.oldest_version, *group.indices] for group in self.groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the waiting groups."""
+        self.groups = deque(
+            WaitingGroup(int(group_id), [int(i) for i in indices], int(oldest))
+            for group_id, oldest, *indices in state_dict["groups"]
+        )
+
+    def dumps(self, path: str | Path) -> None:
+        """Nothing to do: the buffer saves the state of its sampler together with the storage."""
+
+    def loads(self, path: str | Path) -> None:
+        """Nothing to do, like ``dumps``."""
+
+    def _empty(self) -> None:
+        self.groups.clear()
+
+
+class GroupReplayBuffer(ReplayBuffer):
+    """The replay buffer between collector and trainer; made by ``make_replay_buffer``.
+
+    ``extend`` takes the rollouts of whole groups. ``sample`` blocks until ``batch_size`` groups wait, drops stale
+    ones, and returns their rollouts as one lazy stack. A group that was handed out counts as ``occupied`` until
+    ``release``: the next ``sample`` releases it, or the trainer does as soon as it moved on. Thread-safe for many
+    writers and one reader.
+    """
+
+    _sampler: WholeGroupSampler
+
+    def __init__(self, *, sampler: WholeGroupSampler, batch_size: int, capacity: int, timeout: float | None) -> None:
+        super().__init__(
+            storage=LazyStackStorage(capacity), sampler=sampler, batch_size=batch_size, collate_fn=lambda rows: rows
+        )
+        self.timeout = timeout
+        self.capacity = capacity
+        self.dropped: Counter[str] = Counter()
+        self._handed_out = 0
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition(threading.RLock())
+        self._listeners: list[Callable[[], None]] = []
+
+    # --- writing ---------------------------------------------------------------------------------
+    def extend(self, data: Sequence[TensorDictBase] | TensorDictBase, *, update_priority: bool | None = None) -> Any:
+        """Add the rollouts of one or more whole groups.
+
+        Args:
+            data: rollouts; those of one group follow each other and come in one call.
+            update_priority: not used; here for the signature of torchrl.
+
+        Returns:
+            Storage indices of the rollouts.
+
+        Raises:
+            RuntimeError: if they do not fit beside the rollouts that wait.
+        """
+        del update_priority
+        rollouts = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
+        if not rollouts:
+            return torch.empty(0, dtype=torch.long)
+        with self._changed:
+            waiting = sum(len(group.indices) for group in self._sampler.groups)
+            if waiting + len(rollouts) > self.capacity:
+                raise RuntimeError(
+                    f"{len(rollouts)} rollouts do not fit: {waiting} wait and the capacity is {self.capacity}. Raise "
+                    "capacity in make_replay_buffer, or let the collector's slots hold the groups back."
+                )
+            index = super().extend(rollouts)
+            groups: dict[int, WaitingGroup] = {}
+            for i, rollout in zip(torch.as_tensor(index).flatten().tolist(), rollouts, strict=True):
+                group_id, oldest = int(rollout[schema.GROUP_ID]), schema.oldest_version(rollout)
+                group = groups.setdefault(group_id, WaitingGroup(group_id, [], oldest))
+                group.indices.append(i)
+                group.oldest_version = min(group.oldest_version, oldest)
+            self._sampler.groups.extend(groups.values())
+            self._changed.notify_all()
+        return index
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Say that nothing will be written any more.
+
+        Args:
+            failure: why; a reader that waits, or comes later, raises it. None: the source is exhausted, readers get
+                the groups that are left and then ``StopIteration``.
+        """
+        with self._changed:
+            self._closed, self._failure = True, failure
+            self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """Undo ``close`` for another start of the collector."""
+        with self._changed:
+            self._closed, self._failure = False, None
+
+    # --- reading ---------------------------------------------------------------------------------
+    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+        """Wait for ``batch_size`` groups (default: the buffer's own) and return their rollouts.
+
+        Asking for the next groups says that those handed out before are done with: they are released.
+
+        Returns:
+            A lazy stack of rollouts, group by group, oldest group first; fewer groups when the source is exhausted.
+
+        Raises:
+            TimeoutError: if the groups do not arrive within ``timeout`` seconds.
+            StopIteration: if the source is exhausted and no group is left.
+            BaseException: the failure that closed the buffer, itself.
+        """
+        groups = batch_size or self._batch_size
+        if groups < 1:
+            raise ValueError(f"batch_size={groups}; it counts groups and must be at least 1.")
+        self.release()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ready(groups), self.timeout):
+                raise TimeoutError(
+                    f"waited {self.timeout} s for {groups} groups and {len(self._sampler.groups)} are there. Raise "
+                    "timeout in make_replay_buffer if generation is slow; otherwise see what holds up the collector."
+                )
+            if self._failure is not None:
+                raise self._failure
+            if not self._sampler.groups:
+                raise StopIteration("the prompt source is exhausted and every group was handed out.")
+            self._handed_out += min(groups, len(self._sampler.groups))
+            data, info = self._sample(groups)
+            return (data, info) if return_info else data
+
+    def _ready(self, groups: int) -> bool:
+        if stale := self._sampler.drop_stale():
+            self._drop("stale", len(stale))
+        return self._closed or self._sampler.can_sample(self._storage, groups)
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield full windows of what waits now, and the shorter last one when the source is exhausted."""
+        self._ready(self._batch_size)
+        while self.can_sample():
+            yield self.sample()
+
+    def can_sample(self, batch_size: int | None = None) -> bool:
+        """Whether ``sample`` would return at once."""
+        with self._changed:
+            if self._failure is not None:
+                return True
+            waiting = len(self._sampler.groups)
+            return waiting >= (batch_size or self._batch_size) or (self._closed and waiting > 0)
+
+    # --- slots -----------------------------------------------------------------------------------
+    @property
+    def occupied(self) -> int:
+        """Groups that wait or were handed out and not released."""
+        with self._changed:
+            return len(self._sampler.groups) + self._handed_out
+
+    @property
+    def waiting_group_ids(self) -> list[int]:
+        """Ids of the groups that wait, oldest first."""
+        with self._changed:
+            return [group.group_id for group in self._sampler.groups]
+
+    def release(self) -> None:
+        """Say that the groups handed out so far are done with, and the weights moved on."""
+        with self._changed:
+            released, self._handed_out = self._handed_out, 0
+        if released:
+            self._notify()
+
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Drop every waiting group; they are counted in ``dropped`` under ``"emptied"``."""
+        with self._changed:
+            waiting = len(self._sampler.groups)
+            super().empty(empty_write_count)
+            if waiting:
+                self._drop("emptied", waiting)
+
+    def on_free(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever groups are released or dropped; from any thread, so it must not block."""
+        self._listeners.append(listener)
+
+    def _drop(self, reason: str, count: int) -> None:
+        self.dropped[reason] += count
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of storage, sampler and counters; groups that were handed out belong to the reader."""
+        with self._changed:
+            return {**super().state_dict(), "dropped": dict(self.dropped)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore ``state_dict``."""
+        with self._changed:
+            super().load_state_dict(state_dict)
+            self.dropped = Counter(state_dict["dropped"])
+            self._handed_out = 0
+
+    def dumps(self, path: str | Path) -> None:
+        """Write ``state_dict`` below ``path``: ragged rollouts have no memory-mapped format in torchrl."""
+        Path(path).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict(), Path(path) / "group_replay_buffer.pt")
+
+    def loads(self, path: str | Path) -> None:
+        """Restore what ``dumps`` wrote below ``path``."""
+        self.load_state_dict(torch.load(Path(path) / "group_replay_buffer.pt", weights_only=True))
+
+
+def make_replay_buffer(
+    *,
+    batch_size: int,
+    current_version: Callable[[], int],
+    max_staleness: int | None = 1,
+    capacity: int = 65536,
+    timeout: float | None = None,
+) -> GroupReplayBuffer:
+    """Make the replay buffer of asynchronous GRPO: whole groups, version gate, each group once, oldest first.
+
+    Args:
+        batch_size: groups per draw, >= 1: the groups of one optimizer step.
+        current_version: returns the current policy version, for example ``lambda: engine.policy_version``.
+        max_staleness: highest staleness that is trained on, >= 0, measured on the oldest token of a group; staler
+            groups are dropped and counted in ``dropped["stale"]``. None for no limit.
+        capacity: most rollouts that wait, >= 1.
+        timeout: seconds that ``sample`` waits, > 0; None for ever.
+
+    Returns:
+        A torchrl ``ReplayBuffer`` over a ``LazyStackStorage``.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+    for name, value in (("batch_size", batch_size), ("capacity", capacity)):
+        if value < 1:
+            raise ValueError(f"{name}={value}; it must be at least 1.")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout}; give seconds above 0, or None to wait for ever.")
+    sampler = WholeGroupSampler(max_staleness, current_version)
+    return GroupReplayBuffer(sampler=sampler, batch_size=batch_size, capacity=capacity, timeout=timeout)

@@ -1,0 +1,256 @@
+"""The requests that were made together, decoded in lockstep from one cache.
+
+Shapes: B prompts of a pass, R rows (completions still running), G groups (distinct prompts), S tokens of a completion,
+L tokens of a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrl_asyncgrpo.engines.base import Completion
+from torchrl_asyncgrpo.engines.categorical import sample_categorical
+from torchrl_asyncgrpo.engines.group_cache import GroupCache, PromptPass, StepPass
+
+#: most prompt tokens of one forward: what a pause may have to wait for
+PROMPT_TOKENS_AT_ONCE = 4096
+
+
+@dataclass
+class Request:
+    """One prompt, how to continue it, and who waits for the completions."""
+
+    prompt_ids: tuple[int, ...]
+    n: int
+    max_tokens: int
+    temperature: float
+    seed: tuple[int, ...]
+    stop_ids: frozenset[int]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[list[Completion]]
+    #: set once nobody waits any more; its rows then leave the batch
+    abandoned: bool = False
+    completions: list[Completion] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.completions = [Completion([], [], [], "abort") for _ in range(self.n)]
+
+    def uniforms(self, index: int) -> np.ndarray:
+        """[S] float64 in [0, 1), one per token: the stream of completion ``index``, whatever runs beside it."""
+        return np.random.default_rng((*self.seed, index)).random(self.max_tokens)
+
+    def deliver(self) -> None:
+        """Hand the completions over, from any thread."""
+        self._settle(lambda: self.future.set_result(self.completions))
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` where the request is awaited, from any thread."""
+        self._settle(lambda: self.future.set_exception(error))
+
+    def cancel(self) -> None:
+        """Cancel the await, from any thread."""
+        self._settle(self.future.cancel)
+
+    def _settle(self, settle) -> None:  # type: ignore[no-untyped-def]
+        def unless_done() -> None:
+            if not self.future.done():
+                settle()
+
+        try:
+            self.loop.call_soon_threadsafe(unless_done)
+        except RuntimeError:
+            # The loop was closed under us, and whoever waited is gone with it.
+            if not self.loop.is_closed():
+                raise
+
+
+@dataclass
+class _Row:
+    request: Request
+    completion: Completion
+    group: int
+    uniform_S: np.ndarray
+    running: bool = True
+
+    def append(self, token: int, log_prob: float, version: int) -> None:
+        self.completion.token_ids.append(token)
+        self.completion.log_probs.append(log_prob)
+        self.completion.policy_versions.append(version)
+        if token in self.request.stop_ids:
+            self.completion.finish_reason = "stop"
+        elif len(self.completion.token_ids) == self.request.max_tokens:
+            self.completion.finish_reason = "length"
+        else:
+            return
+        self.running = False
+
+
+class Cohort:
+    """Requests decoded together: the same requests give the same bits, whatever other cohorts run in between.
+
+    Each distinct prompt is forwarded once, the tokens with which all of them begin once for all. A completion leaves the
+    batch when it ends, a request is answered when its last completion did.
+
+    Args:
+        model: decodes through ``GROUP_ATTENTION``.
+        requests: at least one.
+    """
+
+    def __init__(self, model: nn.Module, requests: Sequence[Request], device: torch.device) -> None:
+        self.requests = list(requests)
+        self._model, self._device = model, device
+        by_prompt: dict[tuple[int, ...], list[Request]] = {}
+        for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
+            by_prompt.setdefault(request.prompt_ids, []).append(request)
+        self._prompts = list(by_prompt)
+        self._rows = [
+            _Row(request, completion, group, request.uniforms(index))
+            for group, members in enumerate(by_prompt.values())
+            for request in members
+            for index, completion in enumerate(request.completions)
+        ]
+        self._cache = GroupCache(
+            [len(prompt) for prompt in self._prompts], max(request.max_tokens for request in requests), device
+        )
+        self._passes = self._plan_prompts()
+        self._rows_changed = True
+
+    @property
+    def done(self) -> bool:
+        """True when no request waits for anything any more."""
+        return not self._rows
+
+    def step(self, version: int) -> None:
+        """One forward: some prompts, or one token of every row. Tokens it samples carry ``version``."""
+        with torch.inference_mode():
+            self._drop(lambda row: row.request.abandoned)
+            if self._rows and self._passes:
+                self._forward_prompts(self._passes.popleft(), version)
+            elif self._rows:
+                self._decode(version)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` at every request that still waits, and drop all rows."""
+        for request in self.requests:
+            request.fail(error)
+        self._rows = []
+
+    def cancel(self) -> None:
+        """Cancel every request that still waits, and drop all rows."""
+        for request in self.requests:
+            request.cancel()
+        self._rows = []
+
+    def _plan_prompts(self) -> deque[PromptPass]:
+        """Prompts of one length share a pass, which therefore needs neither padding nor a mask."""
+        lengths = [len(prompt) for prompt in self._prompts]
+        head = _common_head(self._prompts)
+        passes = deque([PromptPass(self._cache, 0, len(lengths), 0, head)] if head else [])
+        first = 0
+        while first < len(lengths):
+            length = lengths[first]
+            last = first + lengths[first:].count(length)
+            at_once = max(1, PROMPT_TOKENS_AT_ONCE // (length - head))
+            for start in range(first, last, at_once):
+                passes.append(PromptPass(self._cache, start, min(start + at_once, last), head, length))
+            first = last
+        return passes
+
+    def _forward_prompts(self, prompt_pass: PromptPass, version: int) -> None:
+        first, last, start, stop = prompt_pass.first, prompt_pass.last, prompt_pass.start, prompt_pass.stop
+        is_head = stop < len(self._prompts[first])
+        prompts = self._prompts[first : first + 1] if is_head else self._prompts[first:last]
+        input_ids_BL = torch.tensor([prompt[start:stop] for prompt in prompts], device=self._device)
+        position_ids_BL = torch.arange(start, stop, device=self._device).expand_as(input_ids_BL)
+        logits_BV = self._forward(input_ids_BL, position_ids_BL, prompt_pass)
+        if not is_head:
+            self._sample(logits_BV, [row for row in self._rows if first <= row.group < last], version, first)
+        if not self._passes:
+            self._answer_finished()
+            self._rows = [row for row in self._rows if row.running]
+            self._cache.start_rows([row.group for row in self._rows])
+            self._rows_changed = True
+
+    def _decode(self, version: int) -> None:
+        step = self._cache.own_tokens
+        if self._rows_changed:
+            self._index_rows()
+        input_ids_R1 = torch.tensor([row.completion.token_ids[-1:] for row in self._rows], device=self._device)
+        step_pass = StepPass(self._cache)
+        logits_RV = self._forward(input_ids_R1, self._prompt_length_R1 + step, step_pass)
+        step_pass.finish()
+        token_R, log_prob_R = sample_categorical(
+            logits_RV, self._range_R, self._temperature_R, self._uniform_SR[step + 1]
+        )
+        _append(self._rows, token_R, log_prob_R, version)
+        self._answer_finished()
+        self._drop(lambda row: not row.running)
+
+    def _sample(self, logits_BV: Tensor, rows: list[_Row], version: int, first: int) -> None:
+        """The first token of each row, from the logits at the end of its prompt."""
+        if not rows:
+            return
+        device = logits_BV.device
+        token_R, log_prob_R = sample_categorical(
+            logits_BV,
+            torch.tensor([row.group - first for row in rows], device=device),
+            torch.tensor([row.request.temperature for row in rows], dtype=torch.float64, device=device),
+            torch.tensor([row.uniform_S[0] for row in rows], dtype=torch.float64, device=device),
+        )
+        _append(rows, token_R, log_prob_R, version)
+
+    def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptPass | StepPass) -> Tensor:
+        output = self._model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1, cache=cache
+        )
+        return output.logits[:, -1]
+
+    def _drop(self, leaves) -> None:  # type: ignore[no-untyped-def]
+        kept = [index for index, row in enumerate(self._rows) if not leaves(row)]
+        if len(kept) == len(self._rows):
+            return
+        started = not self._passes
+        order = self._cache.keep_rows(kept) if started and kept else kept
+        self._rows = [self._rows[index] for index in order]
+        self._rows_changed = True
+
+    def _index_rows(self) -> None:
+        """Per-row tensors of the rows that run now."""
+        rows, device = self._rows, self._device
+        self._range_R = torch.arange(len(rows), device=device)
+        self._prompt_length_R1 = torch.tensor([[len(row.request.prompt_ids)] for row in rows], device=device)
+        self._temperature_R = torch.tensor(
+            [row.request.temperature for row in rows], dtype=torch.float64, device=device
+        )
+        uniform_SR = np.zeros((max(row.request.max_tokens for row in rows), len(rows)))
+        for index, row in enumerate(rows):
+            uniform_SR[: row.request.max_tokens, index] = row.uniform_S
+        self._uniform_SR = torch.from_numpy(uniform_SR).to(device)
+        self._rows_changed = False
+
+    def _answer_finished(self) -> None:
+        running = {id(row.request) for row in self._rows if row.running}
+        for request in {id(row.request): row.request for row in self._rows if not row.running}.values():
+            if id(request) not in running:
+                request.deliver()
+
+
+def _append(rows: list[_Row], token_R: Tensor, log_prob_R: Tensor, version: int) -> None:
+    for row, token, log_prob in zip(rows, token_R.tolist(), log_prob_R.tolist(), strict=True):
+        row.append(token, log_prob, version)
+
+
+def _common_head(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens with which all prompts begin, less than the shortest prompt; 0 for a single prompt."""
+    if len(prompts) == 1:
+        return 0
+    low, high = min(prompts), max(prompts)
+    head = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    return min(head, min(len(prompt) for prompt in prompts) - 1)

@@ -1,0 +1,177 @@
+"""The policy over tree batches: one forward of every distinct token, log-probs where the loss needs them."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.modules.log_prob import HeadTransform, token_log_prob
+from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, install
+
+# Elements of one chunk of logits: 64 MB in float32 on a CPU, whose caches a larger one leaves
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+
+
+class TreeActor(TensorDictModuleBase):
+    """A causal language model as a policy over tree batches.
+
+    Every node is forwarded once through the model's own code, whose attention follows the trie. Logits are formed
+    only for parents of trained nodes, once per parent and ``chunk_size`` at a time; the backward recomputes them.
+
+    Args:
+        model: a ``transformers`` causal language model. Its attention is switched to a tree backend; without a tree
+            batch it goes on working as before, ``generate`` included.
+        temperature: sampling temperature of the log-probs and entropies, > 0; the engine's must be the same.
+        attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; ``"auto"`` picks by device.
+        chunk_size: predicting positions per chunk of logits, >= 1; by default what fits 64 MB (CPU) or 1 GB.
+
+    Raises:
+        TypeError: if ``model`` is not a transformers model.
+        ValueError: if temperature or chunk size is out of range, if the backend cannot honour a feature of the
+            model, or if the model's head is more than a linear map with scale and softcap.
+
+    Example:
+        >>> actor = TreeActor(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        >>> (batch,) = TreePacker()(rollouts)
+        >>> actor(batch)["node", "log_prob"]  # [T] float32, nats
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        attention: str = "auto",
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature={temperature}; log-probs need a temperature above 0, the same that the engine samples with."
+            )
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size}; it counts positions per chunk of logits and must be >= 1.")
+        self.temperature = temperature
+        self.chunk_size = chunk_size
+        self.in_keys = [
+            schema.NODE_INPUT_IDS,
+            schema.NODE_POSITION_IDS,
+            schema.NODE_PARENT,
+            schema.NODE_SUBTREE_END,
+            schema.ENTRY_NODE,
+        ]
+        self.out_keys = [schema.NODE_LOG_PROB, schema.NODE_ENTROPY]
+        self.model = self.prepare(model, attention)
+
+    def prepare(self, model: PreTrainedModel, attention: str) -> PreTrainedModel:
+        """Make ``model`` ready for tree batches: attention backend, head, checks. Override for another kind of policy.
+
+        Args:
+            model: the model given to the constructor.
+            attention: the backend given to the constructor.
+
+        Returns:
+            The module that ``forward`` calls.
+        """
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"model is a {type(model).__name__}; TreeActor runs a transformers causal language model "
+                "(AutoModelForCausalLM). Override TreeActor.prepare for another kind of policy."
+            )
+        self.attention = install(model, attention)
+        self.transform = head_transform(model, self.temperature)
+        return model
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``node.log_prob`` and ``node.entropy``, [T] nats, of every node that an entry points at (else 0).
+
+        Args:
+            tensordict: a ``TreeBatch`` on the model's device.
+
+        Returns:
+            The same batch.
+        """
+        input_ids_T = tensordict[schema.NODE_INPUT_IDS]
+        node_M, parent_M = trained_nodes(tensordict[schema.ENTRY_NODE], tensordict[schema.NODE_PARENT])
+        parent_P, position_M = parent_M.unique_consecutive(return_inverse=True)
+        hidden_PD = self.hidden_states(tensordict)[parent_P]
+        head = self.model.get_output_embeddings()
+        elements = CHUNK_ELEMENTS.get(hidden_PD.device.type, CHUNK_ELEMENTS["cuda"])
+        log_prob_M, entropy_P = token_log_prob(
+            hidden_PD,
+            head.weight,
+            head.bias,
+            position_M,
+            input_ids_T[node_M],
+            transform=self.transform,
+            chunk_size=self.chunk_size or max(1, elements // head.weight.shape[0]),
+        )
+        for key, value_M in ((schema.NODE_LOG_PROB, log_prob_M), (schema.NODE_ENTROPY, entropy_P[position_M])):
+            tensordict[key] = value_M.new_zeros(len(input_ids_T)).index_put((node_M,), value_M)
+        return tensordict
+
+    def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
+        """Final hidden states of all nodes, [T, D], as the head reads them."""
+        layout = TreeLayout(tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END])
+        output = self.model.base_model(
+            input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs()
+        )
+        return output.last_hidden_state[0]
+
+
+def trained_nodes(entry_node_L: Tensor, parent_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct nodes that entries point at, sorted by parent, and their parents: [M] and [M]."""
+    node_M = entry_node_L.unique()
+    parent_M, order_M = parent_T[node_M].sort(stable=True)
+    return node_M[order_M], parent_M
+
+
+def head_transform(model: PreTrainedModel, temperature: float) -> HeadTransform:
+    """Read from the model's config what its head does beside a linear map, and check it against the model itself.
+
+    Args:
+        model: a causal language model.
+        temperature: sampling temperature, > 0.
+
+    Returns:
+        The transform from raw to sampling logits.
+
+    Raises:
+        ValueError: if the head is not a linear layer, or the model's own logits differ from head and transform.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"the output head of {type(model).__name__} is a {type(head).__name__}; only a plain nn.Linear head can be "
+            "evaluated in chunks. Remove adapters from the head or use a model with a linear language-model head."
+        )
+    config = model.config.get_text_config()
+    transform = HeadTransform(
+        temperature=temperature,
+        scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    if head.weight.device.type != "meta":
+        _check_head(model, head, transform)
+    return transform
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel, head: nn.Linear, transform: HeadTransform) -> None:
+    probe = torch.arange(2, device=head.weight.device)[None]
+    training = model.training
+    model.eval()
+    expected_CV = model(input_ids=probe, use_cache=False).logits[0].double() / transform.temperature
+    hidden_CD = model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0]
+    model.train(training)
+    logits_CV = transform.logits_(head(hidden_CD).double())
+    spread = float(expected_CV.abs().max())
+    if not torch.allclose(logits_CV, expected_CV, rtol=0.02, atol=0.02 * spread):
+        raise ValueError(
+            f"{type(model).__name__} computes its logits from more than hidden states, a linear head, logit scale and "
+            "softcap: its own logits differ. Override TreeActor.prepare and forward for this model."
+        )

@@ -1,0 +1,225 @@
+"""The trained rollouts of one window: checked, trimmed, in lexicographic order, as flat columns.
+
+Suffixes: R rollouts as given, S rollouts kept, M tokens of all rollouts as given, L entries, N tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_asyncgrpo.data.schema import (
+    ADVANTAGE,
+    GROUP_ID,
+    LOSS_MASK,
+    POLICY_VERSION,
+    REF_LOG_PROB,
+    ROLLOUT_ID,
+    SAMPLE_LOG_PROB,
+    TOKEN_IDS,
+)
+
+Array = NDArray[Any]
+
+_PER_TOKEN = {
+    TOKEN_IDS: torch.int64,
+    LOSS_MASK: torch.bool,
+    SAMPLE_LOG_PROB: torch.float32,
+    POLICY_VERSION: torch.int64,
+}
+_PER_ROLLOUT = {ADVANTAGE: torch.float32, ROLLOUT_ID: torch.int64, GROUP_ID: torch.int64}
+
+
+@dataclass(frozen=True)
+class Window:
+    """What packing needs of a window, independent of the order in which the rollouts came.
+
+    Rollouts without a trained token are left out, and the others end at their last trained token: what stands behind
+    it influences no loss term. Rows are sorted by tokens, then ``rollout_id``, then everything else.
+
+    Attributes:
+        rows: S arrays of [N] int64 tokens.
+        entry_bounds: [S + 1] int64; the entries of row ``r`` are ``entry_bounds[r] .. entry_bounds[r + 1] - 1``.
+        entry_depth: [L] int64, position of the trained token in its rollout.
+        sample_log_prob: [L] float32.
+        ref_log_prob: [L] float32, or None where no rollout has it.
+        policy_version: [S] int64, of the oldest trained token.
+        advantage: [S] float32.
+        rollout_id: [S] int64.
+        group_id: [S] int64.
+        first_token: the smallest first token, kept or not.
+    """
+
+    rows: list[Array]
+    entry_bounds: Array
+    entry_depth: Array
+    sample_log_prob: Array
+    ref_log_prob: Array | None
+    policy_version: Array
+    advantage: Array
+    rollout_id: Array
+    group_id: Array
+    first_token: int
+
+
+def read_window(rollouts: TensorDictBase | Iterable[TensorDictBase]) -> Window:
+    """Read the rollouts of a window.
+
+    Args:
+        rollouts: rollouts with the keys of the data contract: any iterable, or a stack along dimension 0.
+
+    Raises:
+        ValueError: if there is no rollout, or one breaks the data contract.
+    """
+    if isinstance(rollouts, TensorDictBase):
+        if len(rollouts.batch_size) != 1:
+            raise ValueError(
+                f"rollouts has batch_size {tuple(rollouts.batch_size)}; give a list of rollouts or a stack of them, "
+                "batch_size [S]."
+            )
+        rollouts = rollouts.unbind(0)
+    items = [dict(rollout.items()) for rollout in rollouts]
+    if not items:
+        raise ValueError("the window holds no rollout; give at least one (an empty step has nothing to optimize).")
+    keys = _checked_keys(items)
+    lengths = [item[TOKEN_IDS].shape[0] for item in items]
+    bounds_R = np.concatenate([[0], np.cumsum(lengths)])
+    tokens_M, mask_M = _column(items, TOKEN_IDS), _column(items, LOSS_MASK)
+    if (lowest := int(tokens_M.min())) < 0:
+        raise ValueError(f"a rollout holds the token id {lowest}; token ids are 0 or more.")
+    stop_R = _trimmed_lengths(mask_M, bounds_R)
+    order = _sorted_rows(items, keys, tokens_M, bounds_R, stop_R)
+    starts, stops = bounds_R.tolist(), stop_R.tolist()
+    window = _entries([items[r] for r in order], keys) if order else _no_entries(keys)
+    return Window(
+        rows=[tokens_M[starts[r] : starts[r] + stops[r]] for r in order],
+        first_token=int(tokens_M[bounds_R[:-1]].min()),
+        **window,
+    )
+
+
+def _checked_keys(items: list[dict[str, Tensor]]) -> list[str]:
+    """The per-token keys of the window, after a check that every rollout has all keys, each of the right shape."""
+    keys = [*_PER_TOKEN]
+    if any(REF_LOG_PROB in item for item in items):
+        keys.append(REF_LOG_PROB)
+    for item in items:
+        missing = [key for key in (*keys, *_PER_ROLLOUT) if key not in item]
+        if missing:
+            raise ValueError(
+                f"a rollout has no {missing[0]!r}, only {sorted(item)}; build rollouts with make_rollout, "
+                f"and give {REF_LOG_PROB} to every rollout of a window or to none."
+            )
+        shape = item[TOKEN_IDS].shape
+        if len(shape) != 1 or not shape[0]:
+            raise ValueError(f"{TOKEN_IDS} of a rollout has shape {tuple(shape)}; it is [N] with N >= 1.")
+        for key in keys:
+            if item[key].shape != shape:
+                raise ValueError(
+                    f"rollout {_id(item)} has {key} of shape {tuple(item[key].shape)} and {TOKEN_IDS} of "
+                    f"{tuple(shape)}; give one value per token."
+                )
+    return keys
+
+
+def _column(items: list[dict[str, Tensor]], key: str) -> Array:
+    """A per-token column [M] of the rollouts one behind the other, or a per-rollout column [R]."""
+    tensors = [item[key] for item in items]
+    if key in _PER_ROLLOUT:
+        return torch.stack(tensors).detach().to("cpu", _PER_ROLLOUT[key]).numpy().reshape(len(items))
+    return torch.cat(tensors).detach().to("cpu", _PER_TOKEN.get(key, torch.float32)).numpy()
+
+
+def _trimmed_lengths(mask_M: Array, bounds_R: Array) -> Array:
+    """[R]: tokens up to the last trained one; 0 where none is trained."""
+    trained_L = np.flatnonzero(mask_M)
+    entries_R = np.searchsorted(trained_L, bounds_R)
+    stop_R = np.zeros(len(bounds_R) - 1, dtype=np.int64)
+    kept = np.flatnonzero(np.diff(entries_R))
+    stop_R[kept] = trained_L[entries_R[kept + 1] - 1] + 1 - bounds_R[kept]
+    return stop_R
+
+
+def _sorted_rows(
+    items: list[dict[str, Tensor]], keys: list[str], tokens_M: Array, bounds_R: Array, stop_R: Array
+) -> list[int]:
+    """The rollouts to keep, in lexicographic order of their trimmed tokens: big-endian bytes compare alike."""
+    big_endian_M = tokens_M.astype(">u4" if tokens_M.max() < 1 << 32 else ">u8")
+    data, width = big_endian_M.data.cast("B"), big_endian_M.itemsize
+    starts, stops = (bounds_R * width).tolist(), (stop_R * width).tolist()
+    row_keys = {
+        r: (data[starts[r] : starts[r] + stop].tobytes(), _id(items[r])) for r, stop in enumerate(stops) if stop
+    }
+    order = sorted(row_keys, key=row_keys.__getitem__)
+    if len(set(row_keys.values())) < len(order):
+        every = (*keys, *_PER_ROLLOUT)
+        order.sort(key=lambda r: (row_keys[r], [_column([items[r]], key).tobytes() for key in every]))
+    return order
+
+
+def _entries(items: list[dict[str, Tensor]], keys: list[str]) -> dict[str, Any]:
+    """Entry and rollout columns of the kept rollouts, in the order given."""
+    mask_M = _column(items, LOSS_MASK)
+    lengths = [item[LOSS_MASK].shape[0] for item in items]
+    start_S = np.cumsum(lengths) - lengths
+    if (untrainable := mask_M[start_S]).any():
+        raise ValueError(
+            f"rollout {_id(items[untrainable.argmax()])} has loss_mask[0] True, but its first token has none before "
+            "it to predict it; mask it out."
+        )
+    depth_L = np.flatnonzero(mask_M)
+    bounds_S = np.append(np.searchsorted(depth_L, start_S), len(depth_L))
+    depth_L -= np.repeat(start_S, np.diff(bounds_S))
+    log_probs = {key: _column(items, key)[mask_M] for key in (SAMPLE_LOG_PROB, REF_LOG_PROB) if key in keys}
+    for key, log_prob_L in log_probs.items():
+        if not (finite_L := np.isfinite(log_prob_L)).all():
+            at = int(finite_L.argmin())
+            item = items[int(np.searchsorted(bounds_S, at, side="right")) - 1]
+            raise ValueError(
+                f"rollout {_id(item)}: {key}[{depth_L[at]}] of a trained token is {log_prob_L[at]}; mask a token "
+                "without a log-prob out of the loss."
+            )
+    advantage_S = _column(items, ADVANTAGE)
+    if not (finite_S := np.isfinite(advantage_S)).all():
+        r = int(finite_S.argmin())
+        raise ValueError(
+            f"rollout {_id(items[r])} has trained tokens and advantage {advantage_S[r]}; mask the tokens of a rollout "
+            "that was not scored out of the loss."
+        )
+    return {
+        "entry_bounds": bounds_S,
+        "entry_depth": depth_L,
+        "sample_log_prob": log_probs[SAMPLE_LOG_PROB],
+        "ref_log_prob": log_probs.get(REF_LOG_PROB),
+        "policy_version": np.minimum.reduceat(_column(items, POLICY_VERSION)[mask_M], bounds_S[:-1]),
+        "advantage": advantage_S,
+        "rollout_id": _column(items, ROLLOUT_ID),
+        "group_id": _column(items, GROUP_ID),
+    }
+
+
+def _no_entries(keys: list[str]) -> dict[str, Any]:
+    """The columns of a window in which nothing is trained."""
+    none = np.zeros(0, dtype=np.int64)
+    log_prob = none.astype(np.float32)
+    return {
+        "entry_bounds": np.zeros(1, dtype=np.int64),
+        "entry_depth": none,
+        "sample_log_prob": log_prob,
+        "ref_log_prob": log_prob if REF_LOG_PROB in keys else None,
+        "policy_version": none,
+        "advantage": log_prob,
+        "rollout_id": none,
+        "group_id": none,
+    }
+
+
+def _id(item: dict[str, Tensor]) -> int:
+    return int(item[ROLLOUT_ID])

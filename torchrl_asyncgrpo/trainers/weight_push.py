@@ -1,0 +1,62 @@
+"""When weights are pushed, and which version they carry after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchrl.trainers import Trainer, TrainerHookBase
+
+from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
+
+
+class WeightPush(TrainerHookBase):
+    """Push weights before the first rollout, after a resume, and whenever enough optimizer steps were taken.
+
+    Skipped steps and micro-batches do not count. A checkpoint keeps the policy version: weights that were pushed
+    before it was taken keep theirs when they are pushed again, so that rollouts which wait stay as fresh as they were.
+
+    Args:
+        sender: makes the push.
+        steps_taken: returns the optimizer steps taken so far.
+        frequency: optimizer steps between pushes, >= 1.
+        stage: trainer stage that checks whether a push is due.
+    """
+
+    def __init__(
+        self, sender: WeightSyncSender, steps_taken: Callable[[], int], *, frequency: int, stage: str
+    ) -> None:
+        self.sender = sender
+        self.steps_taken = steps_taken
+        self.frequency = frequency
+        self.stage = stage
+        self._pushed_at: int | None = None
+
+    def start(self) -> None:
+        """Push once before the first request of this process, or of a resumed run."""
+        if self._pushed_at is None:
+            self._push()
+
+    def __call__(self) -> None:
+        """Push if ``frequency`` optimizer steps were taken since the last push."""
+        if self._pushed_at is None or self.steps_taken() - self._pushed_at >= self.frequency:
+            self._push()
+
+    def _push(self) -> None:
+        self.sender.update_weights()
+        self._pushed_at = self.steps_taken()
+
+    def register(self, trainer: Trainer, name: str = "weight_push") -> None:
+        """Register at the stage, and for checkpoints."""
+        trainer.register_module(name, self)
+        trainer.register_op(self.stage, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Policy version that the weights of this moment have, or will have when they are pushed."""
+        ahead = self._pushed_at is None or self.steps_taken() > self._pushed_at
+        return {"policy_version": self.sender.policy_version + int(ahead)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next push, which is due, restore the version."""
+        self.sender.next_version = int(state_dict["policy_version"])
+        self._pushed_at = None

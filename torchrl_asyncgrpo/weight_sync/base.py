@@ -1,0 +1,88 @@
+"""The sender's side of a weight transfer: five verbs, and the one call that a trainer makes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightSyncSender(abc.ABC):
+    """Push the weights of a module into an inference engine.
+
+    A trainer calls ``update_weights`` and knows nothing of the transfer behind it. The policy version advances by
+    one only when the engine confirmed the whole push; a push that fails raises, and the next one starts clean.
+
+    Args:
+        module: whose weights are sent. They are read when they are sent, and never written.
+
+    Attributes:
+        next_version: version of the next push; None for one more than the last. A resumed run sets it, so that
+            weights which were pushed before keep their version.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.next_version: int | None = None
+        self._initialized = False
+
+    @property
+    @abc.abstractmethod
+    def policy_version(self) -> int:
+        """Version of the last confirmed push; 0 before the first."""
+
+    @abc.abstractmethod
+    def init_weight_transfer(self) -> None:
+        """Shake hands with the engine; called once, before the first push."""
+
+    @abc.abstractmethod
+    def pause(self) -> None:
+        """Hold generation, so that no decoding step sees half of a push."""
+
+    @abc.abstractmethod
+    def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Transfer named tensors; only while paused.
+
+        Args:
+            weights: names of the base checkpoint and tensors; tied weights come once.
+        """
+
+    @abc.abstractmethod
+    def resume(self, policy_version: int | None = None) -> None:
+        """Go on generating: under ``policy_version`` after a push, or as before (None) after one that failed."""
+
+    @abc.abstractmethod
+    def destroy(self) -> None:
+        """Close the transfer and free what it holds."""
+
+    def update_weights(self) -> int:
+        """Push all weights and advance the policy version.
+
+        Returns:
+            The new policy version.
+
+        Raises:
+            Exception: whatever the transfer raised; the version is unchanged.
+        """
+        if not self._initialized:
+            self.init_weight_transfer()
+            self._initialized = True
+        version = self.policy_version + 1 if self.next_version is None else self.next_version
+        self.pause()
+        try:
+            self.send_weights(self.named_weights())
+        except BaseException:
+            self.resume()
+            raise
+        self.resume(version)
+        self.next_version = None
+        return version
+
+    @torch.no_grad()
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the module's parameters and persistent buffers under their own names, tied ones once."""
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        yield from self.module.named_parameters()
+        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)

@@ -125,8 +125,14 @@ class TreePacker(_Packer):
 class FlatPacker(_Packer):
     """Pack the rollouts of a window one behind the other, one chain of nodes per rollout: nothing is shared.
 
-    For backends without tree attention, and to compare with ``TreePacker``, whose arguments, order, trimming and
-    results it has. Without sharing the entries of a micro-batch never outnumber its nodes.
+    For backends without tree attention, and to compare with ``TreePacker``, whose order, trimming and results it has.
+
+    Args:
+        token_budget: the most nodes, here the most rollout tokens, of one micro-batch, as in ``TreePacker``.
+        min_micro_batches: as in ``TreePacker``.
+
+    Raises:
+        ValueError: if ``token_budget`` or ``min_micro_batches`` is below 1.
     """
 
     def _shared(self, window: Window) -> Ints:

@@ -116,8 +116,8 @@ class NaiveTrie:
                 node = child_of[node, token]
                 self.nodes_of[-1].append(node)
 
-    def layout(self) -> TreeLayout:
-        return TreeLayout(torch.tensor(self.depth), torch.tensor(self.end))
+    def layout(self, device: torch.device | str = "cpu") -> TreeLayout:
+        return TreeLayout(torch.tensor(self.depth, device=device), torch.tensor(self.end, device=device))
 
     def visible_TT(self, window: int | None) -> Tensor:
         """Dense visibility by walking every node's path to its root."""
@@ -150,24 +150,25 @@ def run_alone(model, rollouts: list[list[int]]) -> tuple[list[Tensor], dict[str,
     model.zero_grad()
     logits = []
     for weight, rollout in enumerate(rollouts):
-        tokens_N = torch.tensor(rollout)
+        tokens_N = torch.tensor(rollout, device=model.device)
         logits.append(model(input_ids=tokens_N[None], use_cache=False).logits[0])
         _loss(logits[-1], tokens_N, weight).backward()
-    return [x.detach() for x in logits], _gradients(model)
+    return [x.detach().cpu() for x in logits], _gradients(model)
 
 
 def run_tree(model, rollouts: list[list[int]]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same of one forward and backward over the tree."""
     model.zero_grad()
     trie = NaiveTrie(rollouts)
-    logits_TV = model(input_ids=torch.tensor(trie.tokens)[None], **trie.layout().model_inputs()).logits[0]
+    tokens_T = torch.tensor(trie.tokens, device=model.device)
+    logits_TV = model(input_ids=tokens_T[None], **trie.layout(model.device).model_inputs()).logits[0]
     logits = [logits_TV[nodes] for nodes in trie.nodes_of]
-    sum(_loss(x, torch.tensor(r), w) for w, (x, r) in enumerate(zip(logits, rollouts, strict=True))).backward()
-    return [x.detach() for x in logits], _gradients(model)
+    sum(_loss(x, tokens_T[n], w) for w, (x, n) in enumerate(zip(logits, trie.nodes_of, strict=True))).backward()
+    return [x.detach().cpu() for x in logits], _gradients(model)
 
 
 def _gradients(model) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_same(alone, tree, rollouts: list[list[int]], tolerance: float) -> None:

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from torchrl_asyncgrpo.modules.tree_attention.features import BACKENDS, check_features, refuse
+from torchrl_asyncgrpo.modules.tree_attention.flex import tree_flex_attention
 from torchrl_asyncgrpo.modules.tree_attention.layout import TreeLayout, is_tree_mask
 from torchrl_asyncgrpo.modules.tree_attention.reference import reference_attention, softmax_attention
 from torchrl_asyncgrpo.modules.tree_attention.segments import segments_attention
@@ -178,4 +179,4 @@ def _register(backend: str, attend: Callable[..., Tensor]) -> None:
 
 _register("reference", reference_attention)
 _register("segments", segments_attention)
-_register("flex", reference_attention)
+_register("flex", tree_flex_attention)

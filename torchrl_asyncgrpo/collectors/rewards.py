@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Executor
 from typing import Any
 
@@ -85,9 +85,12 @@ class RewardFunctions:
 
 def _checked(function: RewardFunction, values: Any, count: int) -> list[float | None]:
     name = getattr(function, "__name__", repr(function))
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or len(values) != count:
-        got = f"{len(values)} values" if hasattr(values, "__len__") else f"a {type(values).__name__}"
-        raise ValueError(f"reward function {name!r} returned {got} for {count} completions; return a list of {count}.")
+    if isinstance(values, (str, bytes)) or not isinstance(values, Sized):
+        raise ValueError(f"reward function {name!r} returned a {type(values).__name__}; return a list of {count} numbers.")
+    if len(values) != count:
+        raise ValueError(
+            f"reward function {name!r} returned {len(values)} values for {count} completions; return a list of {count}."
+        )
     checked: list[float | None] = []
     for i, value in enumerate(values):
         if value is None:

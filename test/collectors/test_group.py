@@ -1,0 +1,77 @@
+import math
+
+import pytest
+import torch
+from fakes import character_tokenizer
+
+from torchrl_asyncgrpo.collectors.group import as_answers, encode_prompt, make_group, request_seed
+from torchrl_asyncgrpo.data.prompts import PromptDraw
+from torchrl_asyncgrpo.engines.base import Completion
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def test_text_and_chat_prompts():
+    tokenizer = character_tokenizer()
+    assert tokenizer.decode(encode_prompt(tokenizer, PromptDraw(0, "1+1="), 64)) == "1+1="
+    assert tokenizer.decode(encode_prompt(tokenizer, PromptDraw(0, CHAT), 64)) == "<user>hi|<a>"
+
+
+def test_answers_follow_the_kind_of_prompt():
+    tokenizer = character_tokenizer()
+    done = [Completion(tokenizer("42")["input_ids"] + [0], [-1.0] * 3, [0] * 3, "stop")]
+    assert as_answers(tokenizer, PromptDraw(0, "x"), done) == ["42"]
+    assert as_answers(tokenizer, PromptDraw(0, CHAT), done) == [[{"role": "assistant", "content": "42"}]]
+
+
+def assemble(completions, rewards, mask_truncated=False):
+    advantages = torch.tensor([0.5] * len(rewards))
+    draw = PromptDraw(7, "p")
+    return make_group(draw, [5, 6], completions, rewards, advantages, group_size=4, mask_truncated=mask_truncated)
+
+
+def test_rollouts_hold_what_was_sampled():
+    rows = assemble([Completion([1, 2], [-0.5, -0.25], [3, 4], "stop"), Completion([9], [-1.0], [4], "stop")], [1.0, 0.0])
+    assert rows[0]["token_ids"].tolist() == [5, 6, 1, 2]
+    assert rows[0]["loss_mask"].tolist() == [False, False, True, True]
+    assert rows[0]["sample_log_prob"].tolist() == [0, 0, -0.5, -0.25]
+    assert rows[0]["policy_version"].tolist() == [0, 0, 3, 4]
+    assert [(int(r["group_id"]), int(r["rollout_id"]), float(r["reward"])) for r in rows] == [(7, 28, 1.0), (7, 29, 0.0)]
+
+
+def test_token_without_a_log_prob_is_untrained():
+    """T4."""
+    (row,) = assemble([Completion([1, 2, 3], [-0.5, math.nan, -1.0], [0] * 3, "stop")], [1.0])
+    assert row["loss_mask"].tolist() == [False, False, True, False, True]
+
+
+def test_unscored_completion_is_left_out_and_keeps_its_id_free():
+    """G2."""
+    done = [Completion([i], [-1.0], [0], "stop") for i in (1, 2, 3)]
+    assert [int(r["rollout_id"]) for r in assemble(done, [1.0, math.nan, 0.0])] == [28, 30]
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_truncated_completion_can_be_masked(mask_truncated):
+    done = [Completion([1, 2], [-1.0] * 2, [0] * 2, reason) for reason in ("stop", "length")]
+    rows = assemble(done, [1.0, 0.0], mask_truncated)
+    assert [int(r["loss_mask"].sum()) for r in rows] == [2, 0 if mask_truncated else 2]
+
+
+def test_seeds_differ_between_groups_and_runs():
+    """T9."""
+    seeds = {request_seed(seed, group) for seed in range(20) for group in range(50)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "limit", "message"),
+    [
+        (CHAT, False, 64, "no chat template.*tokenizer.chat_template"),
+        ("abcd", True, 4, "4 tokens and the engine takes 4.*no room for one token"),
+    ],
+)
+def test_bad_prompts(prompt, chat, limit, message):
+    with pytest.raises(ValueError, match=message):
+        encode_prompt(character_tokenizer(chat), PromptDraw(3, prompt), limit)

@@ -83,9 +83,7 @@ def sample(engine: TransformersEngine, prompts: list[list[int]], ignore_eos: boo
 
     async def all_of_them() -> list[list[Completion]]:
         requests = (
-            engine.generate(
-                prompt, SamplingParams(max_tokens=MAX_TOKENS, n=SAMPLES, seed=index, ignore_eos=ignore_eos)
-            )
+            engine.generate(prompt, SamplingParams(max_tokens=MAX_TOKENS, n=SAMPLES, seed=index, ignore_eos=ignore_eos))
             for index, prompt in enumerate(prompts)
         )
         return await asyncio.gather(*requests)
@@ -127,11 +125,14 @@ def ratio_deviation(model: PreTrainedModel, prompts: list[list[int]], groups: li
     """Largest |exp(trainer's log-prob - engine's log-prob) - 1| over all sampled tokens."""
     largest = 0.0
     for prompt, completions in zip(prompts, groups, strict=True):
-        for completion in completions:
-            token_S = torch.tensor(completion.token_ids)
-            logits_SV = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
-            log_prob_S = logits_SV.double().log_softmax(-1).gather(-1, token_S[:, None])[:, 0]
-            deviation_S = (log_prob_S - torch.tensor(completion.log_probs, dtype=torch.float64)).expm1().abs()
+        lengths = [len(completion.token_ids) for completion in completions]
+        # Padding on the right: causal attention keeps it out of everything before it.
+        padded = [c.token_ids + [0] * (max(lengths) - len(c.token_ids)) for c in completions]
+        logits_RSV = model(torch.tensor([prompt + tokens for tokens in padded])).logits[:, len(prompt) - 1 : -1]
+        log_prob_RS = logits_RSV.double().log_softmax(-1).gather(-1, torch.tensor(padded)[..., None])[..., 0]
+        for row, completion in enumerate(completions):
+            sampled_S = torch.tensor(completion.log_probs, dtype=torch.float64)
+            deviation_S = (log_prob_RS[row, : lengths[row]] - sampled_S).expm1().abs()
             largest = max(largest, float(deviation_S.max()))
     return largest
 
@@ -142,10 +143,12 @@ def print_times(engine: TransformersEngine, prompts: list[list[int]]) -> None:
         start = time.perf_counter()
         sample(engine, prompts, ignore_eos=True)
         total = time.perf_counter() - start
-    seconds["prefill"] -= seconds.pop("head, prefill", 0.0)
     seconds["decode forward"] -= seconds["head"]
     seconds["bookkeeping"] = total - sum(seconds.values())
-    print("one cohort: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items()), f"of {total:.2f} s")
+    print(
+        "one cohort: " + ", ".join(f"{name} {spent / total:.0%}" for name, spent in seconds.items()),
+        f"of {total:.2f} s",
+    )
 
 
 @contextmanager
@@ -153,7 +156,6 @@ def measured(engine: TransformersEngine) -> Iterator[dict[str, float]]:
     """Seconds spent in the parts of a step while the context is open."""
     seconds: dict[str, float] = defaultdict(float)
     model = engine._model
-    phase = "prefill"
 
     def timed(call: Callable, name: Callable[[tuple, dict], str]) -> Callable:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -167,15 +169,12 @@ def measured(engine: TransformersEngine) -> Iterator[dict[str, float]]:
     def forward_phase(_: tuple, kwargs: dict) -> str:
         return "decode forward" if isinstance(kwargs["cache"], cohort.StepPass) else "prefill"
 
-    del phase
     head = model.get_output_embeddings()
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(model, "forward", timed(model.forward, forward_phase)))
         patches.enter_context(mock.patch.object(head, "forward", timed(head.forward, lambda *_: "head")))
         patches.enter_context(
-            mock.patch.object(
-                cohort, "sample_categorical", timed(cohort.sample_categorical, lambda *_: "sampling")
-            )
+            mock.patch.object(cohort, "sample_categorical", timed(cohort.sample_categorical, lambda *_: "sampling"))
         )
         yield seconds
 

@@ -110,7 +110,14 @@ def planning(tree: TreeLayout) -> dict:
     with torch.no_grad():
         once = seconds(plan, 5)
         kept = seconds(lambda: segments_attention(*empties(tree), tree, scaling=1.0), 5)
-    return {"name": "plan of many short branches", "ours": once - kept, "peer": layer, "unit": "s", "ratio": layer / (once - kept), "bar": 2.0}
+    return {
+        "name": "plan of many short branches",
+        "ours": once - kept,
+        "peer": layer,
+        "unit": "s",
+        "ratio": layer / (once - kept),
+        "bar": 2.0,
+    }
 
 
 def run() -> list[dict]:

@@ -6,9 +6,10 @@ from torchrl_asyncgrpo.data.prompts import PromptSource
 from torchrl_asyncgrpo.data.replay_buffer import make_replay_buffer
 from torchrl_asyncgrpo.data.schema import TreeBatch, make_rollout
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
+from torchrl_asyncgrpo.engines.transformers import TransformersEngine
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.objectives.grpo import GRPOLoss
-from torchrl_asyncgrpo.packing import FlatPacker, TreePacker
+from torchrl_asyncgrpo.packing import FlatPacker, TreePacker, packing_ratio, unpack
 from torchrl_asyncgrpo.trainers.trainer import AsyncGRPOTrainer
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
@@ -22,6 +23,7 @@ __all__ = [
     "LocalWeightSyncSender",
     "PromptSource",
     "SamplingParams",
+    "TransformersEngine",
     "TreeActor",
     "TreeBatch",
     "TreePacker",
@@ -29,4 +31,6 @@ __all__ = [
     "group_advantages",
     "make_replay_buffer",
     "make_rollout",
+    "packing_ratio",
+    "unpack",
 ]

@@ -161,11 +161,12 @@ class AsyncLLMCollector(BaseCollector):
             raise_on_error: raise ``TimeoutError`` if the thread does not end in time.
         """
         del close_env
-        if self._thread is None:
+        thread = self._thread
+        if thread is None:
             return
         self._call_in_loop(lambda: self._main.cancel() if self._main is not None else None)
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        thread.join(timeout)
+        if thread.is_alive():
             if raise_on_error:
                 raise TimeoutError(f"the collector did not stop within {timeout} s; does a reward function not return?")
             return

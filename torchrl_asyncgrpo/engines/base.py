@@ -95,6 +95,9 @@ class Engine(Protocol):
 class LocalEngine(Engine, Protocol):
     """An engine in this process, whose weights a ``LocalWeightSyncSender`` replaces between two decoding steps."""
 
+    #: True when the engine decodes with the trainer's own tensors, so that a push copies nothing
+    shares_weights: bool
+
     def pause(self) -> None:
         """Return once no decoding step runs; none starts until ``resume``."""
         ...

@@ -17,8 +17,8 @@ def sample_categorical(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per entry of ``source_R`` by inverting the cumulative distribution.
 
-    A draw depends on its row of logits, its temperature and its uniform alone, never on what else is in the batch. Block
-    sums and the chosen block are accumulated in float64; a token of probability 0 is never drawn.
+    A draw depends on its row of logits, its temperature and its uniform alone, never on what else is in the batch. The
+    search goes by blocks, then within one, in float64; a token of probability 0 is never drawn.
 
     Args:
         logits_BV: [B, V] float, unnormalised.

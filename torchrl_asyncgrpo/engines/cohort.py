@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,7 +58,7 @@ class Request:
         """Cancel the await, from any thread."""
         self._settle(self.future.cancel)
 
-    def _settle(self, settle) -> None:  # type: ignore[no-untyped-def]
+    def _settle(self, settle: Callable[[], object]) -> None:
         def unless_done() -> None:
             if not self.future.done():
                 settle()
@@ -79,6 +79,10 @@ class _Row:
     uniform_S: np.ndarray
     running: bool = True
 
+    @property
+    def next_uniform(self) -> float:
+        return float(self.uniform_S[len(self.completion.token_ids)])
+
     def append(self, token: int, log_prob: float, version: int) -> None:
         self.completion.token_ids.append(token)
         self.completion.log_probs.append(log_prob)
@@ -95,19 +99,56 @@ class _Row:
 class Cohort:
     """Requests decoded together: the same requests give the same bits, whatever other cohorts run in between.
 
-    Each distinct prompt is forwarded once, the tokens with which all of them begin once for all. A completion leaves the
-    batch when it ends, a request is answered when its last completion did.
+    Each distinct prompt is forwarded once, the tokens with which all of them begin once for all. A completion leaves
+    the batch when it ends, a request is answered when its last completion did.
 
     Args:
         model: decodes through ``GROUP_ATTENTION``.
         requests: at least one.
+        device: where the model is.
     """
 
     def __init__(self, model: nn.Module, requests: Sequence[Request], device: torch.device) -> None:
-        self.requests = list(requests)
-        self._model, self._device = model, device
+        self._model, self._requests, self._device = model, list(requests), device
+        self._planned = False
+        self._rows: list[_Row] = []
+
+    @property
+    def done(self) -> bool:
+        """True when no request waits for anything any more."""
+        return self._planned and not self._rows
+
+    def step(self, version: int) -> None:
+        """One forward: some prompts, or one token of every row. Tokens it samples carry ``version``."""
+        with torch.inference_mode():
+            if not self._planned:
+                self._plan()
+            self._keep(lambda row: not row.request.abandoned)
+            if self._rows and self._passes:
+                self._forward_prompts(self._passes.popleft(), version)
+            elif self._rows:
+                self._decode(version)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` at every request that still waits, and free the cache."""
+        self._end(lambda request: request.fail(error))
+
+    def cancel(self) -> None:
+        """Cancel every request that still waits, and free the cache."""
+        self._end(Request.cancel)
+
+    def _end(self, settle: Callable[[Request], None]) -> None:
+        for request in self._requests:
+            settle(request)
+        if self._planned:
+            # The traceback of an error keeps our frames alive, and they would keep the tensors.
+            self._cache.layers.clear()
+        self._planned, self._rows = True, []
+
+    def _plan(self) -> None:
+        """Sort the prompts by length and lay out the passes over them."""
         by_prompt: dict[tuple[int, ...], list[Request]] = {}
-        for request in sorted(requests, key=lambda request: len(request.prompt_ids)):
+        for request in sorted(self._requests, key=lambda request: len(request.prompt_ids)):
             by_prompt.setdefault(request.prompt_ids, []).append(request)
         self._prompts = list(by_prompt)
         self._rows = [
@@ -117,46 +158,22 @@ class Cohort:
             for index, completion in enumerate(request.completions)
         ]
         self._cache = GroupCache(
-            [len(prompt) for prompt in self._prompts], max(request.max_tokens for request in requests), device
+            [len(prompt) for prompt in self._prompts],
+            max(request.max_tokens for request in self._requests),
+            self._device,
         )
-        self._passes = self._plan_prompts()
-        self._rows_changed = True
+        self._passes = self._prompt_passes()
+        self._planned = True
 
-    @property
-    def done(self) -> bool:
-        """True when no request waits for anything any more."""
-        return not self._rows
-
-    def step(self, version: int) -> None:
-        """One forward: some prompts, or one token of every row. Tokens it samples carry ``version``."""
-        with torch.inference_mode():
-            self._drop(lambda row: row.request.abandoned)
-            if self._rows and self._passes:
-                self._forward_prompts(self._passes.popleft(), version)
-            elif self._rows:
-                self._decode(version)
-
-    def fail(self, error: BaseException) -> None:
-        """Raise ``error`` at every request that still waits, and drop all rows."""
-        for request in self.requests:
-            request.fail(error)
-        self._rows = []
-
-    def cancel(self) -> None:
-        """Cancel every request that still waits, and drop all rows."""
-        for request in self.requests:
-            request.cancel()
-        self._rows = []
-
-    def _plan_prompts(self) -> deque[PromptPass]:
-        """Prompts of one length share a pass, which therefore needs neither padding nor a mask."""
+    def _prompt_passes(self) -> deque[PromptPass]:
+        """Prompts of one length share a pass, which therefore needs no padding."""
         lengths = [len(prompt) for prompt in self._prompts]
         head = _common_head(self._prompts)
         passes = deque([PromptPass(self._cache, 0, len(lengths), 0, head)] if head else [])
         first = 0
         while first < len(lengths):
             length = lengths[first]
-            last = first + lengths[first:].count(length)
+            last = first + lengths.count(length)
             at_once = max(1, PROMPT_TOKENS_AT_ONCE // (length - head))
             for start in range(first, last, at_once):
                 passes.append(PromptPass(self._cache, start, min(start + at_once, last), head, length))
@@ -167,44 +184,26 @@ class Cohort:
         first, last, start, stop = prompt_pass.first, prompt_pass.last, prompt_pass.start, prompt_pass.stop
         is_head = stop < len(self._prompts[first])
         prompts = self._prompts[first : first + 1] if is_head else self._prompts[first:last]
-        input_ids_BL = torch.tensor([prompt[start:stop] for prompt in prompts], device=self._device)
+        input_ids_BL = self._tensor([prompt[start:stop] for prompt in prompts])
         position_ids_BL = torch.arange(start, stop, device=self._device).expand_as(input_ids_BL)
         logits_BV = self._forward(input_ids_BL, position_ids_BL, prompt_pass)
         if not is_head:
-            self._sample(logits_BV, [row for row in self._rows if first <= row.group < last], version, first)
+            rows = [row for row in self._rows if first <= row.group < last]
+            self._sample(logits_BV, [row.group - first for row in rows], rows, version)
         if not self._passes:
             self._answer_finished()
             self._rows = [row for row in self._rows if row.running]
             self._cache.start_rows([row.group for row in self._rows])
-            self._rows_changed = True
 
     def _decode(self, version: int) -> None:
-        step = self._cache.own_tokens
-        if self._rows_changed:
-            self._index_rows()
-        input_ids_R1 = torch.tensor([row.completion.token_ids[-1:] for row in self._rows], device=self._device)
         step_pass = StepPass(self._cache)
-        logits_RV = self._forward(input_ids_R1, self._prompt_length_R1 + step, step_pass)
+        input_ids_R1 = self._tensor([row.completion.token_ids[-1:] for row in self._rows])
+        position_ids_R1 = self._tensor([[len(row.request.prompt_ids) + step_pass.step] for row in self._rows])
+        logits_RV = self._forward(input_ids_R1, position_ids_R1, step_pass)
         step_pass.finish()
-        token_R, log_prob_R = sample_categorical(
-            logits_RV, self._range_R, self._temperature_R, self._uniform_SR[step + 1]
-        )
-        _append(self._rows, token_R, log_prob_R, version)
+        self._sample(logits_RV, range(len(self._rows)), self._rows, version)
         self._answer_finished()
-        self._drop(lambda row: not row.running)
-
-    def _sample(self, logits_BV: Tensor, rows: list[_Row], version: int, first: int) -> None:
-        """The first token of each row, from the logits at the end of its prompt."""
-        if not rows:
-            return
-        device = logits_BV.device
-        token_R, log_prob_R = sample_categorical(
-            logits_BV,
-            torch.tensor([row.group - first for row in rows], device=device),
-            torch.tensor([row.request.temperature for row in rows], dtype=torch.float64, device=device),
-            torch.tensor([row.uniform_S[0] for row in rows], dtype=torch.float64, device=device),
-        )
-        _append(rows, token_R, log_prob_R, version)
+        self._keep(lambda row: row.running)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, cache: PromptPass | StepPass) -> Tensor:
         output = self._model(
@@ -212,28 +211,26 @@ class Cohort:
         )
         return output.logits[:, -1]
 
-    def _drop(self, leaves) -> None:  # type: ignore[no-untyped-def]
-        kept = [index for index, row in enumerate(self._rows) if not leaves(row)]
+    def _sample(self, logits_BV: Tensor, sources: Sequence[int], rows: Sequence[_Row], version: int) -> None:
+        """Append one token to each row, from the row of logits that ``sources`` names."""
+        if not rows:
+            return
+        token_R, log_prob_R = sample_categorical(
+            logits_BV,
+            self._tensor(sources),
+            self._tensor([row.request.temperature for row in rows], torch.float64),
+            self._tensor([row.next_uniform for row in rows], torch.float64),
+        )
+        for row, token, log_prob in zip(rows, token_R.tolist(), log_prob_R.tolist(), strict=True):
+            row.append(token, log_prob, version)
+
+    def _keep(self, stays: Callable[[_Row], bool]) -> None:
+        kept = [index for index, row in enumerate(self._rows) if stays(row)]
         if len(kept) == len(self._rows):
             return
-        started = not self._passes
-        order = self._cache.keep_rows(kept) if started and kept else kept
+        prompts_written = not self._passes
+        order = self._cache.keep_rows(kept) if prompts_written and kept else kept
         self._rows = [self._rows[index] for index in order]
-        self._rows_changed = True
-
-    def _index_rows(self) -> None:
-        """Per-row tensors of the rows that run now."""
-        rows, device = self._rows, self._device
-        self._range_R = torch.arange(len(rows), device=device)
-        self._prompt_length_R1 = torch.tensor([[len(row.request.prompt_ids)] for row in rows], device=device)
-        self._temperature_R = torch.tensor(
-            [row.request.temperature for row in rows], dtype=torch.float64, device=device
-        )
-        uniform_SR = np.zeros((max(row.request.max_tokens for row in rows), len(rows)))
-        for index, row in enumerate(rows):
-            uniform_SR[: row.request.max_tokens, index] = row.uniform_S
-        self._uniform_SR = torch.from_numpy(uniform_SR).to(device)
-        self._rows_changed = False
 
     def _answer_finished(self) -> None:
         running = {id(row.request) for row in self._rows if row.running}
@@ -241,10 +238,8 @@ class Cohort:
             if id(request) not in running:
                 request.deliver()
 
-
-def _append(rows: list[_Row], token_R: Tensor, log_prob_R: Tensor, version: int) -> None:
-    for row, token, log_prob in zip(rows, token_R.tolist(), log_prob_R.tolist(), strict=True):
-        row.append(token, log_prob, version)
+    def _tensor(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
 
 
 def _common_head(prompts: Sequence[tuple[int, ...]]) -> int:

@@ -79,6 +79,7 @@ class GroupCache:
         return order
 
     def _drop_finished_groups(self) -> None:
+        """Free the prompts without rows, once they are half of all."""
         live = sorted(set(self.groups_of_rows))
         if 2 * len(live) > len(self.length_G):
             return
@@ -150,12 +151,11 @@ class PromptPass:
         if window not in self._mask_by_window:
             key_P = torch.arange(self.stop, device=self.cache.length_G.device)
             query_Q1 = key_P[self.start :, None]
-            mask_QP: Tensor | None = key_P <= query_Q1
+            causal_QP = key_P <= query_Q1
             if window is not None and window < self.stop:
-                mask_QP = mask_QP & (key_P > query_Q1 - window)
-            elif self.start == 0:
-                mask_QP = None
-            self._mask_by_window[window] = mask_QP
+                self._mask_by_window[window] = causal_QP & (key_P > query_Q1 - window)
+            else:
+                self._mask_by_window[window] = causal_QP if self.start else None
         return self._mask_by_window[window]
 
 
@@ -191,7 +191,7 @@ class StepPass:
         query_RKJD = query_RH1D.reshape(rows, kv_heads, -1, query_RH1D.shape[-1])
         own = attend_partially(query_RKJD, own_key_RKSD, own_value_RKSD, None, scaling, softcap)
 
-        groups, widest = cache.row_GN.shape
+        widest = cache.row_GN.shape[1]
         query_GKMD = query_RKJD[cache.row_GN].transpose(1, 2).flatten(2, 3)
         bias_G11P = self._bias(window, own[1].dtype)
         prompt = attend_partially(
@@ -207,9 +207,7 @@ class StepPass:
         """Count the stored tokens, after the forward went through every layer."""
         self.cache.own_tokens = self.step + 1
 
-    def _store(
-        self, layer: _Layer, key_RK1D: Tensor, value_RK1D: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def _store(self, layer: _Layer, key_RK1D: Tensor, value_RK1D: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
         rows = len(key_RK1D)
         layer.own_key_RKSD = self._room(layer.own_key_RKSD, key_RK1D)
         layer.own_value_RKSD = self._room(layer.own_value_RKSD, value_RK1D)

@@ -14,6 +14,7 @@ class OneDNNLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        """``input @ weight.T + bias``."""
         if input.dtype != torch.float32 or input.device.type != "cpu":
             return super().forward(input)
         return torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,10 +27,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 class TransformersEngine:
     """Sample completions in this process, with exact log-probs and the policy version of every token.
 
-    Requests made in one tick of the event loop form a *cohort*: decoded together in the engine's own thread, and bit for
-    bit the same whenever the same requests are made with the same seeds. Several cohorts take turns, one step each.
-    Weights may change between two steps (:meth:`pause`, :meth:`load_weights`, :meth:`resume`): running completions go on
-    with the keys and values they have, and each token carries the version that sampled it.
+    Requests made in one tick of the event loop form a *cohort*: decoded together in the engine's own thread, and bit
+    for bit the same whenever the same requests are made with the same seeds. Several cohorts take turns, one step each.
+    Weights may change between two steps (:meth:`pause`, :meth:`load_weights`, :meth:`resume`): running completions go
+    on with the keys and values they have, and each token carries the version that sampled it.
 
     An exception while decoding is raised at every request of that cohort; the engine goes on with the others. Any event
     loop may be used, and several over time.
@@ -180,15 +179,15 @@ class TransformersEngine:
         if not params.keeps_whole_vocabulary:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}, min_p={params.min_p}, repetition_penalty="
-                f"{params.repetition_penalty}: the trainer's distribution is the whole vocabulary, so that the importance "
-                "ratio of unchanged weights would not be 1. Use top_p=1, top_k=0, min_p=0, repetition_penalty=1 and "
+                f"{params.repetition_penalty}: the trainer's distribution is the whole vocabulary, so that the "
+                "importance ratio of unchanged weights would not be 1. Use top_p=1, top_k=0, min_p=0, repetition_penalty=1 and "
                 "lower the temperature instead."
             )
         if not prompt_ids:
             raise ValueError("the prompt is empty; it needs at least one token, such as the begin-of-text token.")
         if len(prompt_ids) >= self.max_length:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for one more within max_length={self.max_length}; "
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for one more within max_length={self.max_length}: "
                 "shorten the prompt or raise max_length."
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary:
@@ -229,9 +228,10 @@ class TransformersEngine:
             self._state.notify_all()
 
     def _work(self) -> None:
-        while (cohort := self._next_cohort()) is not None:
+        while (turn := self._next_turn()) is not None:
+            cohort, version = turn
             try:
-                cohort.step(self.policy_version)
+                cohort.step(version)
             except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to those who wait
                 cohort.fail(error)
             with self._state:
@@ -240,13 +240,14 @@ class TransformersEngine:
                     self._cohorts.append(cohort)
                 self._state.notify_all()
 
-    def _next_cohort(self) -> Cohort | None:
+    def _next_turn(self) -> tuple[Cohort, int] | None:
+        """The cohort to step, once one may be, and the version it samples under; None after shutdown."""
         with self._state:
             self._state.wait_for(lambda: self._closed or (bool(self._cohorts) and not self._paused))
             if self._closed:
                 return None
             self._stepping = True
-            return self._cohorts.popleft()
+            return self._cohorts.popleft(), self.policy_version
 
 
 def _check_model(model: PreTrainedModel) -> None:
@@ -265,12 +266,13 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if max_length is None and limit is None:
-        raise ValueError(f"the configuration of {type(model).__name__} has no max_position_embeddings; pass max_length.")
-    if max_length is not None and (max_length < 2 or (limit is not None and max_length > limit)):
-        raise ValueError(f"max_length={max_length}; it must be between 2 and the model's limit of {limit} tokens.")
-    return limit if max_length is None else max_length
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    asked = limit if max_length is None else max_length
+    if asked is None:
+        raise ValueError(f"{type(model).__name__} has no max_position_embeddings; pass max_length.")
+    if asked < 2 or (limit is not None and asked > limit):
+        raise ValueError(f"max_length={asked}; it must be between 2 and the model's limit of {limit} tokens.")
+    return asked
 
 
 def _end_ids(model: PreTrainedModel) -> frozenset[int]:

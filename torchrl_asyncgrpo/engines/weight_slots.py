@@ -27,7 +27,7 @@ class WeightSlots:
         self._torn = False
 
     def start(self) -> None:
-        """Begin a push: nothing is covered yet. Weights that an earlier push left half written stay so until it ends."""
+        """Begin a push: nothing is covered yet, and what an earlier one left half written is still to be."""
         self._covered = set()
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

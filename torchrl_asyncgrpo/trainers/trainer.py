@@ -49,6 +49,7 @@ from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
 from torchrl_asyncgrpo.trainers.weight_push import WeightPush
 from torchrl_asyncgrpo.trainers.window import Packer, WindowReader, window_statistics
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
+from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
 
 
 class AsyncGRPOTrainer(Trainer):
@@ -162,6 +163,8 @@ class AsyncGRPOTrainer(Trainer):
             )
         # register_op fills it, and the parent's constructor registers already
         self._pre_optim_step_ops: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+        # torchrl keeps it on the class, where two trainers would share it
+        self._last_log: dict[str, int] = {}
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -187,9 +190,9 @@ class AsyncGRPOTrainer(Trainer):
             log_timings=log_timings,
             auto_log_optim_steps=auto_log_optim_steps,
         )
+        self.weight_sync_sender = weight_sync_sender
         groups = self._window_groups(batch_size, gradient_accumulation_steps)
         self._check_parts(groups)
-        self.weight_sync_sender = weight_sync_sender
         self.log_rewards = log_rewards
         self.log_kl = log_kl
         self.reader = WindowReader(
@@ -237,6 +240,13 @@ class AsyncGRPOTrainer(Trainer):
                 f"a window takes {groups} groups, but the collector holds at most {limit} = (max_staleness + 1) · "
                 f"groups_per_step, so that no window would ever be full; set groups_per_step={groups}."
             )
+        sender = self.weight_sync_sender
+        shared = isinstance(sender, LocalWeightSyncSender) and sender.engine.shares_weights
+        if self.async_collection and shared and collector.max_staleness > 0:
+            raise ValueError(
+                f"the engine shares the trainer's weights and max_staleness={collector.max_staleness}, so that it would "
+                "decode while they are written; give the engine its own copy (copy_weights=True) or set max_staleness=0."
+            )
         actor = getattr(self.loss_module, "actor_network", None)
         sampled_at = collector.sampling_params.temperature
         if isinstance(actor, TreeActor) and actor.temperature != sampled_at:
@@ -282,6 +292,8 @@ class AsyncGRPOTrainer(Trainer):
             BaseException: what ended the collection, itself. A checkpoint taken before remains good.
         """
         self._stop_training = False
+        if self.collected_frames >= self.total_frames:
+            return
         with self._progress():
             try:
                 if self.weight_push is not None:
@@ -306,10 +318,12 @@ class AsyncGRPOTrainer(Trainer):
                 self.collector.shutdown()
 
     def _batches(self) -> Iterator[TensorDictBase | None]:
+        if self.reader.restored:
+            yield None  # the window that a checkpoint interrupted, before anything is collected for the next
         if self.async_collection:
             while not self.reader.exhausted:
                 yield None
-        elif self.collected_frames < self.total_frames:
+        else:
             yield from self.collector
 
     def _train_on(self, batch: TensorDictBase | None) -> None:
@@ -368,6 +382,9 @@ class AsyncGRPOTrainer(Trainer):
         if self.progress_bar:
             self._pbar.update(frames)
         return metrics
+
+    def __del__(self) -> None:
+        """Leave the collector alone: ``train`` has shut it down, and another trainer may use it by now."""
 
     # --- logs and checkpoints ---------------------------------------------------------------------
     def _statistics(self, micro_batches: TensorDictBase) -> dict[str, float]:

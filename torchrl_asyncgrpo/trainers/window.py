@@ -59,6 +59,11 @@ class WindowReader(TrainerHookBase):
         self._epoch = 0
         self._next = 0
 
+    @property
+    def restored(self) -> bool:
+        """True while a window that a checkpoint interrupted waits to be trained."""
+        return self._restored is not None
+
     def begin_epoch(self, epoch: int) -> None:
         """Start pass ``epoch`` over the windows of the collected batch."""
         self._epoch, self._next = epoch, 0

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torchrl._utils import logger as torchrl_logger
 
 
 class WeightSyncSender(abc.ABC):
@@ -74,7 +75,10 @@ class WeightSyncSender(abc.ABC):
         try:
             self.send_weights(self.named_weights())
         except BaseException:
-            self.resume()
+            try:
+                self.resume()
+            except Exception as held:  # noqa: BLE001 - the failure of the push is what the caller needs to see
+                torchrl_logger.warning(f"Generation stays paused until a push succeeds: {held}")
             raise
         self.resume(version)
         self.next_version = None

@@ -35,8 +35,9 @@ class LocalWeightSyncSender(WeightSyncSender):
         self.engine.pause()
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy the tensors into the engine's own."""
-        self.engine.load_weights(weights)
+        """Copy the tensors into the engine's own; nothing to copy where the engine shares the module's."""
+        if not self.engine.shares_weights:
+            self.engine.load_weights(weights)
 
     def resume(self, policy_version: int | None = None) -> None:
         """Let the engine decode on."""

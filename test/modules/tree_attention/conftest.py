@@ -1,4 +1,4 @@
-"""Makes the helpers beside the tests importable (``from tree_oracle import ...``) and keeps tiny models on one thread."""
+"""Makes the helper beside the tests importable (``from tree_oracle import ...``); keeps tiny models on one thread."""
 
 from __future__ import annotations
 

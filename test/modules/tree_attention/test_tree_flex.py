@@ -70,7 +70,9 @@ def test_backward_on_cpu_is_refused_by_name() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's backward needs CUDA")
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"]
+)
 def test_models_on_cuda_equal_each_rollout_alone(model_type: str) -> None:
     width = {"n_embd": 64} if model_type == "gpt2" else {"hidden_size": 64, "head_dim": 16}
     model = tiny_model(model_type, torch.float32, **width).cuda()

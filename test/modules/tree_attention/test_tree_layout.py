@@ -27,7 +27,7 @@ def test_parents_and_visibility_equal_the_walk_along_each_path(seed: int, num: i
     [
         ([0, 1, 1], [2, 3, 3], 1),  # two subtrees that cross
         ([0, 1, 2], [3, 3, 2], 2),  # ends before it begins
-        ([0, 1, 1], [3, 3, 3], 1),  # a sibling counted as a descendant
+        ([0, 1, 1], [3, 3, 3], 2),  # a sibling counted as a descendant
         ([0, 1], [2, 3], 1),  # ends outside the batch
         ([0, 2], [2, 2], 1),  # a level is skipped
         ([1, 2], [2, 2], 0),  # no root

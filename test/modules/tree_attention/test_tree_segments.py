@@ -12,6 +12,7 @@ from torch import Tensor
 from tree_oracle import NaiveTrie, random_rollouts
 
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout
+from torchrl_asyncgrpo.modules.tree_attention.kernel import _balanced_splits
 from torchrl_asyncgrpo.modules.tree_attention.plan import Plan, Rectangle, plan_rectangles
 from torchrl_asyncgrpo.modules.tree_attention.reference import reference_attention
 from torchrl_asyncgrpo.modules.tree_attention.segments import segments_attention
@@ -43,7 +44,9 @@ def long_branches() -> NaiveTrie:
 SHAPES = {"tiny segments": tiny_segments, "caterpillar": caterpillar, "long branches": long_branches}
 
 
-def random_heads(tree: TreeLayout, *, heads=4, key_heads=2, width=8, value_width=8, dtype=torch.float64) -> list[Tensor]:
+def random_heads(
+    tree: TreeLayout, *, heads=4, key_heads=2, width=8, value_width=8, dtype=torch.float64
+) -> list[Tensor]:
     """Query, key, value as a model makes them, [1, T, H, D] transposed, and sinks."""
     torch.manual_seed(1)
     T = tree.num_nodes
@@ -52,14 +55,18 @@ def random_heads(tree: TreeLayout, *, heads=4, key_heads=2, width=8, value_width
     return leaves + [torch.randn(heads, dtype=dtype).requires_grad_()]
 
 
-def assert_equal_attention(tree: TreeLayout, leaves: list[Tensor], tolerance: float, *, sinks=False, plain=False, **kwargs) -> None:
+def assert_equal_attention(
+    tree: TreeLayout, leaves: list[Tensor], tolerance: float, *, sinks=False, plain=False, **kwargs
+) -> None:
     sinks_H = leaves[3] if sinks else None
     used = leaves if sinks else leaves[:3]
     expected = reference_attention(*leaves[:3], tree, scaling=0.7, sinks_H=sinks_H, **kwargs)
     actual = segments_attention(*leaves[:3], tree, scaling=0.7, sinks_H=sinks_H, plain=plain, **kwargs)
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
     cotangent = torch.randn_like(expected)
-    for a, b in zip(torch.autograd.grad(actual, used, cotangent), torch.autograd.grad(expected, used, cotangent), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(actual, used, cotangent), torch.autograd.grad(expected, used, cotangent), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance * max(1.0, float(b.abs().max())))
 
 
@@ -81,14 +88,21 @@ def test_values_and_gradients_equal_the_reference(shape: str, window: int | None
     window=st.none() | st.integers(1, 70),
     overhead=st.sampled_from([1, 30, 300]),
 )
-def test_every_visible_pair_is_covered_exactly_once(seed: int, num: int, max_new: int, window: int | None, overhead: int) -> None:
+def test_every_visible_pair_is_covered_exactly_once(
+    seed: int, num: int, max_new: int, window: int | None, overhead: int
+) -> None:
     trie = NaiveTrie(random_rollouts(seed, num=num, max_new=max_new))
     plan = plan_rectangles(trie.layout(), window, overhead, torch.float64)
     assert torch.equal(pair_counts(plan, len(trie.tokens)), trie.visible_TT(window).int())
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), num=st.integers(1, 40), max_new=st.integers(1, 60), window=st.none() | st.integers(1, 70))
+@given(
+    seed=st.integers(0, 2**32),
+    num=st.integers(1, 40),
+    max_new=st.integers(1, 60),
+    window=st.none() | st.integers(1, 70),
+)
 def test_random_trees_equal_the_reference(seed: int, num: int, max_new: int, window: int | None) -> None:
     tree = NaiveTrie(random_rollouts(seed, num=num, max_new=max_new)).layout()
     leaves = random_heads(tree, heads=6, key_heads=3, width=64)
@@ -124,7 +138,9 @@ def area(plan: Plan, num_nodes: int) -> int:
 def test_the_work_is_that_of_the_visible_pairs(window: int | None) -> None:
     rng = random.Random(5)
     prompt = [rng.randrange(23) for _ in range(1500)]
-    trie = NaiveTrie([prompt] + [prompt[: 900 + 40 * i] + [50] + [rng.randrange(23) for _ in range(200)] for i in range(8)])
+    trie = NaiveTrie(
+        [prompt] + [prompt[: 900 + 40 * i] + [50] + [rng.randrange(23) for _ in range(200)] for i in range(8)]
+    )
     tree = trie.layout()
     visible_pairs = int(tree.visible_TT(window).sum())
     plan = plan_rectangles(tree, window, 300, torch.float32)
@@ -173,3 +189,22 @@ def test_the_plan_is_built_once_for_all_layers() -> None:
     segments_attention(*leaves[:3], tree, scaling=1.0, sliding_window=10_000)
     assert built.keys() == tree._built.keys()
     assert all(tree._built[key] is value for key, value in built.items())
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_queries_split_among_threads_give_the_same_gradients(threads: int, plain: bool) -> None:
+    rng = random.Random(9)
+    prompt = [rng.randrange(23) for _ in range(300)]
+    tree = NaiveTrie([prompt + [i] + [rng.randrange(23) for _ in range(150)] for i in range(5)]).layout()
+    leaves = random_heads(tree, heads=3, key_heads=1, width=4, value_width=4)
+    torch.set_num_threads(threads)
+    assert_equal_attention(tree, leaves, 1e-10, sinks=True, plain=plain)
+    assert_equal_attention(tree, leaves, 1e-10, sliding_window=350, plain=plain)
+
+
+def test_heads_are_balanced_among_threads_by_the_fewest_parts() -> None:
+    assert [_balanced_splits(9, queries, 2) for queries in (100, 255, 256, 4096)] == [1, 1, 2, 2]
+    assert _balanced_splits(8, 4096, 2) == 1
+    assert _balanced_splits(2, 4096, 8) == 4
+    assert _balanced_splits(1, 300, 16) == 2

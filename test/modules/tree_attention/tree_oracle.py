@@ -35,9 +35,7 @@ MODELS: dict[str, dict] = {
     "qwen3": dict(_SMALL, head_dim=8),
     "mistral": dict(_SMALL, head_dim=8, sliding_window=WINDOW),
     "gemma2": dict(_SMALL, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=0.5),
-    "gemma3_text": dict(
-        _SMALL, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=_ALTERNATING
-    ),
+    "gemma3_text": dict(_SMALL, head_dim=8, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=_ALTERNATING),
     "gpt_oss": dict(
         _SMALL,
         head_dim=8,
@@ -47,7 +45,14 @@ MODELS: dict[str, dict] = {
         num_experts_per_tok=2,
     ),
     "gpt2": dict(
-        vocab_size=VOCABULARY, n_positions=128, n_embd=24, n_layer=2, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        vocab_size=VOCABULARY,
+        n_positions=128,
+        n_embd=24,
+        n_layer=2,
+        n_head=4,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
     ),
 }
 
@@ -172,10 +177,12 @@ def _gradients(model) -> dict[str, Tensor]:
 
 
 def assert_same(alone, tree, rollouts: list[list[int]], tolerance: float) -> None:
-    """Log-probs, entropies and gradients agree to ``tolerance``, absolute, gradients relative to their tensor's largest."""
+    """Log-probs, entropies and gradients agree to ``tolerance``, gradients relative to the largest of their tensor."""
     for a_NV, b_NV, rollout in zip(alone[0], tree[0], rollouts, strict=True):
         for a_N, b_N in zip(
-            log_prob_and_entropy(a_NV, torch.tensor(rollout)), log_prob_and_entropy(b_NV, torch.tensor(rollout)), strict=True
+            log_prob_and_entropy(a_NV, torch.tensor(rollout)),
+            log_prob_and_entropy(b_NV, torch.tensor(rollout)),
+            strict=True,
         ):
             torch.testing.assert_close(b_N, a_N, rtol=0, atol=tolerance)
     assert alone[1].keys() == tree[1].keys()

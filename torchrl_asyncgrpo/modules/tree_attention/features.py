@@ -6,8 +6,10 @@ A feature that a backend cannot honour is refused by name: never approximated, n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 BACKENDS = ("reference", "segments", "flex")
 
@@ -17,10 +19,10 @@ HONOURED_BY = {
     "attention dropout in training": ("reference",),
 }
 
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
 
-def refuse(feature: str, model_type: str, backend: str) -> None:
+def refuse(feature: str, model_type: str, backend: str) -> NoReturn:
     """Raise the error for a feature that ``backend`` cannot honour.
 
     Raises:
@@ -28,10 +30,12 @@ def refuse(feature: str, model_type: str, backend: str) -> None:
     """
     able = HONOURED_BY.get(feature.split(":")[0], ())
     remedy = f"use backend {' or '.join(map(repr, able))}" if able else "no backend can; train it on flat batches"
-    raise ValueError(f"Tree attention backend {backend!r} cannot honour {feature} of model type {model_type!r}: {remedy}.")
+    raise ValueError(
+        f"Tree attention backend {backend!r} cannot honour {feature} of model type {model_type!r}: {remedy}."
+    )
 
 
-def check_features(model: nn.Module, backend: str) -> None:
+def check_features(model: PreTrainedModel, backend: str) -> None:
     """Check everything a model asks of its attention against a backend.
 
     Args:
@@ -46,7 +50,7 @@ def check_features(model: nn.Module, backend: str) -> None:
             refuse(feature, model.config.model_type, backend)
 
 
-def demanded_features(model: nn.Module) -> Iterator[str]:
+def demanded_features(model: PreTrainedModel) -> Iterator[str]:
     """The features of a model that some backend cannot honour, those that none can first.
 
     Sinks and sliding windows are not listed: every backend honours them.
@@ -67,25 +71,25 @@ def demanded_features(model: nn.Module) -> Iterator[str]:
         yield f"attention dropout in training: {_dropout(config)} (or set it to 0, or call model.eval())"
 
 
-def _beyond_attention(model: nn.Module, config) -> Iterator[str]:
+def _beyond_attention(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
     """Layers that carry state along the storage order, or attend by another rule than a path."""
-    layer_types = set()
+    layer_types: set[str] = set()
     for key in ("layer_types", "layers_block_type", "block_types"):
         layer_types |= set(getattr(config, key, None) or ())
-    other = layer_types - _ATTENTION_LAYERS - {"attention"}
+    other = layer_types - _ATTENTION_LAYERS
+    if model._is_stateful:
+        yield f"recurrent layers: {', '.join(sorted(other)) or config.model_type}"
     if "chunked_attention" in other or getattr(config, "attention_chunk_size", None):
         yield "chunked attention"
-    if other - {"chunked_attention"}:
-        yield f"layers of type {', '.join(sorted(other - {'chunked_attention'}))}"
-    if model._is_stateful:
-        yield "recurrent layers"
+    if other:
+        yield f"layers of type {', '.join(sorted(other))}"
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             yield f"convolution over the sequence ({name})"
             return
 
 
-def _is_bidirectional(model: nn.Module, config) -> bool:
+def _is_bidirectional(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return True
     return any(
@@ -94,6 +98,6 @@ def _is_bidirectional(model: nn.Module, config) -> bool:
     )
 
 
-def _dropout(config) -> float:
+def _dropout(config: PreTrainedConfig) -> float:
     """GPT-2 and its kin call attention dropout ``attn_pdrop``."""
     return getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0

@@ -51,7 +51,7 @@ def tree_flex_attention(
     if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHTD, key_BGTD, value_BGTD)):
         raise ValueError("Tree attention backend 'flex' has no backward on CPU; use backend 'segments' or 'reference'.")
     window = tree.effective_window(sliding_window)
-    attend = flex_attention if on_cpu else _compiled()
+    attend: Callable[..., Any] = flex_attention if on_cpu else _compiled()
     output_BHTD, aux = attend(
         query_BHTD,
         key_BGTD,
@@ -64,7 +64,9 @@ def tree_flex_attention(
     )
     if sinks_H is not None:
         # The share of the softmax that the sink leaves to the keys.
-        output_BHTD = output_BHTD * (aux.lse - sinks_H.to(aux.lse.dtype)[:, None]).sigmoid()[..., None].to(output_BHTD.dtype)
+        output_BHTD = output_BHTD * (aux.lse - sinks_H.to(aux.lse.dtype)[:, None]).sigmoid()[..., None].to(
+            output_BHTD.dtype
+        )
     return output_BHTD
 
 
@@ -75,10 +77,13 @@ def mask_mod(tree: TreeLayout, window: int | None) -> Callable[..., Tensor]:
     def on_path(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end_T[k])
 
+    if window is None:
+        return on_path
+
     def in_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end_T[k]) & (depth_T[q] - depth_T[k] < window)
 
-    return on_path if window is None else in_window
+    return in_window
 
 
 def block_mask(tree: TreeLayout, window: int | None) -> BlockMask:
@@ -108,7 +113,13 @@ def block_mask(tree: TreeLayout, window: int | None) -> BlockMask:
     visible_num, visible_blocks = _ordered(visible_IJ & ~full_IJ)
     full_num, full_blocks = _ordered(visible_IJ & full_IJ)
     return BlockMask.from_kv_blocks(
-        visible_num, visible_blocks, full_num, full_blocks, BLOCK_SIZE=BLOCK, mask_mod=mask_mod(tree, window), seq_lengths=(T, T)
+        visible_num,
+        visible_blocks,
+        full_num,
+        full_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod(tree, window),
+        seq_lengths=(T, T),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -19,7 +19,7 @@ from torchrl_asyncgrpo.modules.tree_attention.reference import reference_attenti
 from torchrl_asyncgrpo.modules.tree_attention.segments import segments_attention
 
 
-def install(model: nn.Module, backend: str = "auto") -> str:
+def install(model: PreTrainedModel, backend: str = "auto") -> str:
     """Switch a model's attention to tree attention; its own code keeps running.
 
     Afterwards ``model(input_ids=input_ids_T[None], **layout.model_inputs())`` runs over a tree, and every call without
@@ -48,7 +48,7 @@ def install(model: nn.Module, backend: str = "auto") -> str:
     return backend
 
 
-def _choose(model: nn.Module) -> str:
+def _choose(model: PreTrainedModel) -> str:
     backend = "flex" if next(model.parameters()).device.type == "cuda" else "segments"
     try:
         check_features(model, backend)
@@ -103,6 +103,7 @@ def tree_attention_forward(
         return output.transpose(1, 2).contiguous(), None
     _check_call(module, query, key, attention_mask, tree)
     _check_layer(module, backend, sliding_window, softcap, dropout, kwargs)
+    query, key, value = _autocast(query, key, value)
     output = attend(
         query,
         key,
@@ -118,14 +119,17 @@ def tree_attention_forward(
 
 
 def _check_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Any, tree: TreeLayout | None) -> None:
+    config: Any = module.config
     if tree is None:
         raise ValueError(
             f"{type(module).__name__} was given the mask of a tree without the tree: model type "
-            f"{module.config.model_type!r} does not pass keyword arguments on to its attention function, and no tree "
+            f"{config.model_type!r} does not pass keyword arguments on to its attention function, and no tree "
             "attention backend can serve it; train it on flat batches."
         )
     if not is_tree_mask(attention_mask):
-        raise ValueError("tree= was given without the mask that belongs to it; call model(..., **layout.model_inputs()).")
+        raise ValueError(
+            "tree= was given without the mask that belongs to it; call model(..., **layout.model_inputs())."
+        )
     T = tree.num_nodes
     if query.shape[0] != 1 or query.shape[2] != T or key.shape[2] != T:
         raise ValueError(
@@ -133,18 +137,24 @@ def _check_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: A
             f"{tuple(key.shape)}; give input_ids [1, {T}] and no past key values."
         )
     if tree.device != query.device:
-        raise ValueError(f"The layout is on {tree.device} and the model on {query.device}; build it on the model's device.")
+        raise ValueError(
+            f"The layout is on {tree.device} and the model on {query.device}; build it on the model's device."
+        )
 
 
 def _check_layer(
     module: nn.Module, backend: str, sliding_window: int | None, softcap: float | None, dropout: float, kwargs: dict
 ) -> None:
     """What only a running layer tells: a mask-only model would otherwise lose its window without a word."""
-    config = module.config
+    config: Any = module.config
     if softcap is not None and backend == "segments":
         refuse("logit softcapping", config.model_type, backend)
     if dropout > 0 and backend != "reference":
-        refuse(f"attention dropout in training: {dropout} (or set it to 0, or call model.eval())", config.model_type, backend)
+        refuse(
+            f"attention dropout in training: {dropout} (or set it to 0, or call model.eval())",
+            config.model_type,
+            backend,
+        )
     if kwargs.get("position_bias") is not None:
         refuse("relative position biases", config.model_type, backend)
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
@@ -158,7 +168,16 @@ def _layer_window(module: nn.Module, config: Any) -> int | None:
     window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or layer_types is None:
         return window
-    return window if layer_types[module.layer_idx] == "sliding_attention" else None
+    return window if layer_types[cast(int, module.layer_idx)] == "sliding_attention" else None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast treats sdpa: rotary embeddings leave the keys wider than the values."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _sdpa_visibility(attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
@@ -171,9 +190,7 @@ def _sdpa_visibility(attention_mask: Tensor | None, query: Tensor, key: Tensor) 
 
 
 def _register(backend: str, attend: Callable[..., Tensor]) -> None:
-    AttentionInterface.register(
-        f"tree_{backend}", partial(tree_attention_forward, backend=backend, attend=attend)
-    )
+    AttentionInterface.register(f"tree_{backend}", partial(tree_attention_forward, backend=backend, attend=attend))
     AttentionMaskInterface.register(f"tree_{backend}", sdpa_mask)
 
 

@@ -88,8 +88,9 @@ class TreeLayout:
         """
         query_T1 = torch.arange(self.num_nodes, device=self.device)[:, None]
         visible_TT = (query_T1.T <= query_T1) & (query_T1 < self.subtree_end_T)
-        if self.effective_window(sliding_window) is not None:
-            visible_TT &= self.position_ids_T[:, None] - self.position_ids_T < sliding_window
+        window = self.effective_window(sliding_window)
+        if window is not None:
+            visible_TT &= self.position_ids_T[:, None] - self.position_ids_T < window
         return visible_TT
 
     def built(self, key: Hashable, build: Callable[[], Built]) -> Built:
@@ -123,8 +124,8 @@ def _check_preorder(depth_T: np.ndarray, end_T: np.ndarray, parent_T: np.ndarray
     _require(root_T | (depth_T[above_T] == depth_T - 1), "a child is one deeper than its parent")
     _require((end_T > index_T) & (end_T <= T), "a subtree ends behind its node and inside the batch")
     _require(root_T | ((index_T < end_T[above_T]) & (end_T <= end_T[above_T])), "a subtree lies in its parent's")
-    after_T = np.append(depth_T, 0)[end_T]
-    _require(after_T <= depth_T, "a subtree ends where the depth falls back to its root's or above")
+    covering_T = 1 + index_T - np.cumsum(np.bincount(end_T, minlength=T + 1))[:T]
+    _require(covering_T == depth_T + 1, "only ancestors' subtrees hold a node")
 
 
 def _require(holds_T: np.ndarray, rule: str) -> None:

@@ -95,9 +95,13 @@ class _Planner:
             return whole
         m = self.cut(a, b)
         left, right, tiles = self.cover(a, m), self.cover(m, b), self.tiles(a, m, b)
-        cost = left.cost + right.cost + sum(
-            self.overhead + (t.last - t.first) * len(t.keys_K) + _PAIRS_PER_ROW * (t.last - t.first + len(t.keys_K))
-            for t in tiles
+        cost = (
+            left.cost
+            + right.cost
+            + sum(
+                self.overhead + (t.last - t.first) * len(t.keys_K) + _PAIRS_PER_ROW * (t.last - t.first + len(t.keys_K))
+                for t in tiles
+            )
         )
         if whole.cost <= cost:
             return whole

@@ -58,14 +58,16 @@ def segments_attention(
     width = value_BGTD.shape[-1]
     wider = max(width, query_BHTD.shape[-1])
     if width != query_BHTD.shape[-1]:
-        query_BHTD, key_BGTD, value_BGTD = (F.pad(x, (0, wider - x.shape[-1])) for x in (query_BHTD, key_BGTD, value_BGTD))
+        query_BHTD, key_BGTD, value_BGTD = (
+            F.pad(x, (0, wider - x.shape[-1])) for x in (query_BHTD, key_BGTD, value_BGTD)
+        )
     output_BHTD = _Segments.apply(query_BHTD, key_BGTD, value_BGTD, sinks_H, plan, scaling, plain)
     return output_BHTD[..., :width]
 
 
 class _Segments(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         query_BHTD: Tensor,
         key_BGTD: Tensor,
@@ -87,7 +89,7 @@ class _Segments(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_BHTD: Tensor) -> tuple[Tensor | None, ...]:
         query_BHTD, key_BGTD, value_BGTD, sinks_H, output_BHTD, lse_BHT = ctx.saved_tensors
         grad_query, grad_key, grad_value = (_accumulator(x) for x in (query_BHTD, key_BGTD, value_BGTD))
         for r in ctx.plan.squares + ctx.plan.rectangles:
@@ -101,7 +103,7 @@ class _Segments(torch.autograd.Function):
             _add_rows(grad_value, r.keys, part_value)
         grad_sinks_H = None
         if sinks_H is not None:
-            # A sink is a key whose value is 0: its weight is exp(sink - lse), and that weight's gradient -grad · output.
+            # A sink is a key whose value is 0: its weight is exp(sink - lse), whose gradient is -grad · output.
             weight_BHT = (sinks_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp()
             grad_sinks_H = -(weight_BHT * (grad_BHTD * output_BHTD).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
         grads = (g.to(query_BHTD.dtype) for g in (grad_query, grad_key, grad_value))
@@ -120,9 +122,7 @@ def _merge(
             _operands(r, query_BHTD, key_BGTD, value_BGTD, scaling), plain=plain
         )
     for r in plan.rectangles:
-        part_BHQD, part_lse_BHQ = kernel.forward(
-            _operands(r, query_BHTD, key_BGTD, value_BGTD, scaling), plain=plain
-        )
+        part_BHQD, part_lse_BHQ = kernel.forward(_operands(r, query_BHTD, key_BGTD, value_BGTD, scaling), plain=plain)
         if r.blind_Q is not None:
             part_lse_BHQ = part_lse_BHQ.masked_fill(r.blind_Q, -torch.inf)
         whole_BHQD, whole_lse_BHQ = output_BHTD[:, :, r.queries], lse_BHT[:, :, r.queries]
@@ -132,8 +132,12 @@ def _merge(
     return output_BHTD, lse_BHT
 
 
-def _operands(r: Rectangle, query_BHTD: Tensor, key_BGTD: Tensor, value_BGTD: Tensor, scaling: float) -> kernel.Operands:
-    key, value = (x[:, :, r.keys] if isinstance(r.keys, slice) else x.index_select(2, r.keys) for x in (key_BGTD, value_BGTD))
+def _operands(
+    r: Rectangle, query_BHTD: Tensor, key_BGTD: Tensor, value_BGTD: Tensor, scaling: float
+) -> kernel.Operands:
+    key, value = (
+        x[:, :, r.keys] if isinstance(r.keys, slice) else x.index_select(2, r.keys) for x in (key_BGTD, value_BGTD)
+    )
     return kernel.Operands(query_BHTD[:, :, r.queries], key, value, scaling, r.causal, r.bias_QK)
 
 

@@ -26,7 +26,7 @@ from torchrl_asyncgrpo.data.pretrained import SMOLLM2, resolve_model
 GROUPS, ROLLOUTS, PROMPT, COMPLETION = 1, 8, 256, 64
 VOCABULARY = 49_000
 CLIP_EPSILON = 0.2
-WARM_UP, REPEATS = 1, 3
+WARM_UP, REPEATS = 1, 5
 THREADS = 2
 TOLERANCE = 1e-5
 

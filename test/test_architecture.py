@@ -130,7 +130,8 @@ def house_violations(package: Path, tests: Path) -> list[str]:
     for path in sorted(tests.rglob("test_*.py")):
         where = path.relative_to(tests)
         mirrored = ".".join([*where.parent.parts, path.stem.removeprefix("test_")])
-        if where.parent.parts and mirrored not in modules:
+        # test_grpo_gradient.py is a part of the tests of grpo.py
+        if where.parent.parts and not any(f"{mirrored}_".startswith(f"{module}_") for module in modules if module):
             violations.append(f"test {where}: there is no {mirrored.replace('.', '/')} in the package")
     return violations
 
@@ -190,6 +191,7 @@ def test_checker_accepts_a_good_package(tmp_path):
     assert import_violations(package) == []
     (tmp_path / "test/packing").mkdir(parents=True)
     (tmp_path / "test/packing/test_trie.py").touch()
+    (tmp_path / "test/packing/test_trie_branches.py").touch()
     (tmp_path / "test/test_whole.py").touch()
     assert house_violations(package, tmp_path / "test") == []
 

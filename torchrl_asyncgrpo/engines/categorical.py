@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 BLOCK_WIDTH = 256
-ROWS_AT_ONCE = 64
+#: most logits that are worked on together: bounds memory, whatever the number of rows
+LOGITS_AT_ONCE = 2**22
 
 
 def sample_categorical(
@@ -33,12 +34,13 @@ def sample_categorical(
     Raises:
         FloatingPointError: if a row has a NaN or +inf logit, or nothing but -inf.
     """
+    rows_at_once = max(1, LOGITS_AT_ONCE // logits_BV.shape[-1])
     parts = [
         _sample_rows(logits_BV[source], temperature, uniform)
         for source, temperature, uniform in zip(
-            source_R.split(ROWS_AT_ONCE),
-            temperature_R.split(ROWS_AT_ONCE),
-            uniform_R.split(ROWS_AT_ONCE),
+            source_R.split(rows_at_once),
+            temperature_R.split(rows_at_once),
+            uniform_R.split(rows_at_once),
             strict=True,
         )
     ]

@@ -138,12 +138,12 @@ class Cohort:
         self._end(Request.cancel)
 
     def _end(self, settle: Callable[[Request], None]) -> None:
-        for request in self._requests:
-            settle(request)
         if self._planned:
             # The traceback of an error keeps our frames alive, and they would keep the tensors.
             self._cache.layers.clear()
         self._planned, self._rows = True, []
+        for request in self._requests:
+            settle(request)
 
     def _plan(self) -> None:
         """Sort the prompts by length and lay out the passes over them."""

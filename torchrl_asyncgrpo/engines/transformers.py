@@ -180,14 +180,14 @@ class TransformersEngine:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}, min_p={params.min_p}, repetition_penalty="
                 f"{params.repetition_penalty}: the trainer's distribution is the whole vocabulary, so that the "
-                "importance ratio of unchanged weights would not be 1. Use top_p=1, top_k=0, min_p=0, repetition_penalty=1 and "
+                "importance ratio of unchanged weights would not be 1. Leave them at 1, 0, 0 and 1 and "
                 "lower the temperature instead."
             )
         if not prompt_ids:
             raise ValueError("the prompt is empty; it needs at least one token, such as the begin-of-text token.")
         if len(prompt_ids) >= self.max_length:
             raise ValueError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for one more within max_length={self.max_length}: "
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for another in max_length={self.max_length}: "
                 "shorten the prompt or raise max_length."
             )
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary:
@@ -218,7 +218,11 @@ class TransformersEngine:
         """Hand the requests of this tick to the worker; runs in their event loop."""
         with self._state:
             requests = [request for request in self._forming.pop(loop, []) if not request.abandoned]
-            if not requests or self._closed:
+            if self._closed:
+                for request in requests:
+                    request.cancel()
+                return
+            if not requests:
                 return
             self._cohorts.append(Cohort(self._model, requests, self._device))
             if self._worker is None:

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
 from torchrl_asyncgrpo.modules.log_prob import HeadTransform, token_log_prob
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, install
 
-# Elements of one chunk of logits: 64 MB in float32 on a CPU, whose caches a larger one leaves
-CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+# Elements of one chunk of logits: 32 MB in float32 on a CPU, 1 GB elsewhere
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
 
 
 class TreeActor(TensorDictModuleBase):
@@ -27,7 +28,7 @@ class TreeActor(TensorDictModuleBase):
             batch it goes on working as before, ``generate`` included.
         temperature: sampling temperature of the log-probs and entropies, > 0; the engine's must be the same.
         attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; ``"auto"`` picks by device.
-        chunk_size: predicting positions per chunk of logits, >= 1; by default what fits 64 MB (CPU) or 1 GB.
+        chunk_size: predicting positions per chunk of logits, >= 1; by default what fits 32 MB (CPU) or 1 GB.
 
     Raises:
         TypeError: if ``model`` is not a transformers model.
@@ -84,6 +85,7 @@ class TreeActor(TensorDictModuleBase):
             )
         self.attention = install(model, attention)
         self.transform = head_transform(model, self.temperature)
+        use_onednn(model)
         return model
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -144,7 +146,7 @@ def head_transform(model: PreTrainedModel, temperature: float) -> HeadTransform:
         ValueError: if the head is not a linear layer, or the model's own logits differ from head and transform.
     """
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head) not in (nn.Linear, OneDNNLinear):
         raise ValueError(
             f"the output head of {type(model).__name__} is a {type(head).__name__}; only a plain nn.Linear head can be "
             "evaluated in chunks. Remove adapters from the head or use a model with a linear language-model head."

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from torchrl_asyncgrpo.kernels.linear import product_nt
+
+# Rows of the output embedding whose gradient is formed at a time
+WEIGHT_BLOCK = 8192
+
 
 @dataclass(frozen=True)
 class HeadTransform:
@@ -130,13 +135,13 @@ class _TokenLogProb(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(compute)
             if grad_hidden_PD is not None:
-                grad_hidden_PD[rows] = grad_CV @ weight
+                grad_hidden_PD[rows] = product_nt(grad_CV, weight.T)
             if grad_weight_VD is not None:
                 hidden_CD = hidden_PD[rows].to(compute)
-                if compute == result:
-                    grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
-                else:
-                    grad_weight_VD += grad_CV.T @ hidden_CD
+                # by blocks of the vocabulary: a second [V, D] beside the gradient would be the peak of the memory
+                for start in range(0, len(grad_weight_VD), WEIGHT_BLOCK):
+                    columns = slice(start, start + WEIGHT_BLOCK)
+                    grad_weight_VD[columns] += product_nt(grad_CV[:, columns].T, hidden_CD.T)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_PD, grad_weight_VD, grad_bias_V, None, None, None, None
@@ -156,7 +161,7 @@ def _logits(
     result: torch.dtype,
 ) -> Tensor:
     with torch.autocast(hidden_CD.device.type, enabled=False):
-        raw_CV = hidden_CD.to(compute) @ weight_VD.to(compute).T
+        raw_CV = product_nt(hidden_CD.to(compute), weight_VD.to(compute))
     if bias_V is not None:
         raw_CV += bias_V
     return transform.logits_(raw_CV.to(result))

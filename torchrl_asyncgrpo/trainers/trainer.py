@@ -26,7 +26,7 @@ import contextlib
 import itertools
 import pathlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.data.schema import TOKEN_IDS
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.packing import TreePacker
+from torchrl_asyncgrpo.trainers.logger_group import LoggerGroup
 from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
 from torchrl_asyncgrpo.trainers.weight_push import WeightPush
 from torchrl_asyncgrpo.trainers.window import Packer, WindowReader, window_statistics
@@ -83,7 +84,7 @@ class AsyncGRPOTrainer(Trainer):
         mixed_precision: autocast, and loss scaling with ``torch.float16``.
         autocast_dtype: dtype of autocast.
         gradient_accumulation_steps: buffer batches that make one window, all drawn before its first forward.
-        logger: torchrl logger.
+        logger: torchrl logger, or several.
         clip_norm: largest gradient norm; None does not clip.
         progress_bar: show reward, staleness, tokens/s and time per phase.
         seed: seed of collector, torch and numpy.
@@ -126,7 +127,7 @@ class AsyncGRPOTrainer(Trainer):
         mixed_precision: bool = False,
         autocast_dtype: torch.dtype = torch.bfloat16,
         gradient_accumulation_steps: int = 1,
-        logger: Logger | None = None,
+        logger: Logger | Sequence[Logger] | None = None,
         clip_norm: float | None = 1.0,
         progress_bar: bool = True,
         seed: int | None = None,
@@ -175,7 +176,7 @@ class AsyncGRPOTrainer(Trainer):
             optimization_stepper=optimization_stepper,
             replay_buffer=replay_buffer,
             batch_size=batch_size,
-            logger=logger,
+            logger=LoggerGroup(logger) if isinstance(logger, Sequence) else logger,
             clip_norm=clip_norm,
             progress_bar=progress_bar,
             seed=seed,

@@ -12,8 +12,8 @@ from torch import Tensor
 from tree_oracle import NaiveTrie, random_rollouts
 
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout
+from torchrl_asyncgrpo.modules.tree_attention.blocks import Plan, plan_blocks
 from torchrl_asyncgrpo.modules.tree_attention.kernel import _balanced_splits
-from torchrl_asyncgrpo.modules.tree_attention.plan import Plan, Rectangle, plan_rectangles
 from torchrl_asyncgrpo.modules.tree_attention.reference import reference_attention
 from torchrl_asyncgrpo.modules.tree_attention.segments import segments_attention
 
@@ -92,7 +92,7 @@ def test_every_visible_pair_is_covered_exactly_once(
     seed: int, num: int, max_new: int, window: int | None, overhead: int
 ) -> None:
     trie = NaiveTrie(random_rollouts(seed, num=num, max_new=max_new))
-    plan = plan_rectangles(trie.layout(), window, overhead, torch.float64)
+    plan = plan_blocks(trie.layout(), window, overhead, torch.float64)
     assert torch.equal(pair_counts(plan, len(trie.tokens)), trie.visible_TT(window).int())
 
 
@@ -110,28 +110,36 @@ def test_random_trees_equal_the_reference(seed: int, num: int, max_new: int, win
 
 
 def pair_counts(plan: Plan, num_nodes: int) -> Tensor:
-    """How often a plan attends each pair; checks its promises about squares and blind rows on the way."""
-    count_TT = torch.zeros(num_nodes, num_nodes, dtype=torch.int32)
-    index_T = torch.arange(num_nodes)
-    assert torch.equal(torch.cat([index_T[s.queries] for s in plan.squares]).sort().values, index_T)
-    for r in plan.squares + plan.rectangles:
-        seen_QK = visible(r, index_T)
-        blind_Q = torch.zeros(len(seen_QK), dtype=torch.bool) if r.blind_Q is None else r.blind_Q
-        assert torch.equal(~seen_QK.any(1), blind_Q)
-        count_TT[index_T[r.queries][:, None], index_T[r.keys]] += seen_QK.int()
-    return count_TT
-
-
-def visible(r: Rectangle, index_T: Tensor) -> Tensor:
-    seen_QK = torch.ones(len(index_T[r.queries]), len(index_T[r.keys]), dtype=torch.bool)
-    if r.causal:
-        seen_QK = seen_QK.tril()
-    return seen_QK if r.bias_QK is None else seen_QK & (r.bias_QK == 0)
+    """How often a plan attends each pair; checks its promises about squares, padding and blind rows on the way."""
+    count_TT = torch.zeros(num_nodes + 1, num_nodes, dtype=torch.int32)
+    index_T = torch.arange(num_nodes + 1)
+    squares_T = torch.cat([index_T[s.rows] for s in plan.squares]).sort().values
+    assert torch.equal(squares_T[:num_nodes], index_T[:-1])
+    assert (squares_T[num_nodes:] == num_nodes).all()
+    for block in plan.squares + plan.rectangles:
+        queries_NQ, rows_NQ, keys_NK = (
+            index_T[x].view(block.size, -1) for x in (block.queries, block.rows, block.keys)
+        )
+        padding_NQ = rows_NQ == num_nodes
+        assert torch.equal(queries_NQ[~padding_NQ], rows_NQ[~padding_NQ])
+        assert len(rows_NQ[~padding_NQ].unique()) == len(rows_NQ[~padding_NQ]), "one merge per query and block"
+        seen_NQK = torch.ones(*queries_NQ.shape, keys_NK.shape[1], dtype=torch.bool)
+        if block.bias_N1QK is not None:
+            seen_NQK = block.bias_N1QK[:, 0] == 0
+        blind_NQ = torch.zeros_like(padding_NQ) if block.blind_N1Q is None else block.blind_N1Q[:, 0]
+        assert torch.equal(~seen_NQK.any(-1), blind_NQ)
+        assert blind_NQ[padding_NQ].all()
+        pair = (rows_NQ[..., None].expand_as(seen_NQK)[seen_NQK], keys_NK[:, None].expand_as(seen_NQK)[seen_NQK])
+        count_TT.index_put_(pair, torch.tensor(1, dtype=torch.int32), accumulate=True)
+    assert not count_TT[num_nodes].any()
+    return count_TT[:num_nodes]
 
 
 def area(plan: Plan, num_nodes: int) -> int:
+    """Pairs that the kernels attend, visible or not."""
     index_T = torch.arange(num_nodes)
-    return sum(len(index_T[r.queries]) * len(index_T[r.keys]) for r in plan.squares + plan.rectangles)
+    blocks = plan.squares + plan.rectangles
+    return sum(len(index_T[b.queries]) * len(index_T[b.keys]) // b.size for b in blocks)
 
 
 @pytest.mark.parametrize("window", [None, 200, 700])
@@ -143,14 +151,14 @@ def test_the_work_is_that_of_the_visible_pairs(window: int | None) -> None:
     )
     tree = trie.layout()
     visible_pairs = int(tree.visible_TT(window).sum())
-    plan = plan_rectangles(tree, window, 300, torch.float32)
+    plan = plan_blocks(tree, window, 300, torch.float32)
     assert area(plan, tree.num_nodes) < 1.45 * visible_pairs
     assert len(plan.squares) + len(plan.rectangles) < tree.num_nodes / 10
 
 
 def test_many_tiny_segments_take_few_calls() -> None:
     tree = tiny_segments().layout()
-    plan = plan_rectangles(tree, None, 2000, torch.float32)
+    plan = plan_blocks(tree, None, 2000, torch.float32)
     segments = int((tree.parent_T != range(-1, tree.num_nodes - 1)).sum())
     assert segments > 200
     assert len(plan.squares) + len(plan.rectangles) < segments / 6

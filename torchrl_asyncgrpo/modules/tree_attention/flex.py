@@ -51,7 +51,7 @@ def tree_flex_attention(
     if on_cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (query_BHTD, key_BGTD, value_BGTD)):
         raise ValueError("Tree attention backend 'flex' has no backward on CPU; use backend 'segments' or 'reference'.")
     window = tree.effective_window(sliding_window)
-    attend: Callable[..., Any] = flex_attention if on_cpu else _compiled()
+    attend: Any = flex_attention if on_cpu else _compiled()
     output_BHTD, aux = attend(
         query_BHTD,
         key_BGTD,

@@ -1,0 +1,117 @@
+"""Asynchronous GRPO on prefix trees: every part of the run, built in the order of the data path.
+
+    python async_grpo.py                                     # SmolLM2-135M-Instruct learns single-digit sums on a CPU
+    python async_grpo.py model.name=Qwen/Qwen3-0.6B          # a hub name or a local directory
+    python async_grpo.py train.total_frames=640 optim.lr=1e-5
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from report import comparison_table, greedy_answers, plot_course
+from sums import last_number_is_sum, make_prompts
+from torchrl.record.loggers import CSVLogger, TensorboardLogger
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_asyncgrpo import (
+    AsyncGRPOTrainer,
+    AsyncLLMCollector,
+    GRPOLoss,
+    LocalWeightSyncSender,
+    PromptSource,
+    SamplingParams,
+    TransformersEngine,
+    TreeActor,
+    TreePacker,
+    make_replay_buffer,
+)
+from torchrl_asyncgrpo.data.pretrained import resolve_model
+
+
+@hydra.main(version_base=None, config_path=".", config_name="async_grpo")
+def main(cfg: DictConfig) -> None:
+    output = Path(cfg.output)
+    torch.manual_seed(cfg.train.seed)
+
+    # The policy: one model that is trained, and the task it is trained on
+    path = resolve_model(cfg.model.name)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype)
+    prompts = make_prompts(cfg.task.num_prompts, seed=cfg.train.seed)
+    examples = make_prompts(8, seed=cfg.train.seed + 1)
+    before = greedy_answers(model, tokenizer, examples, cfg.sampling.max_tokens)
+
+    # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers
+    engine = TransformersEngine(model)
+    replay_buffer = make_replay_buffer(
+        batch_size=cfg.train.groups_per_step,
+        max_staleness=cfg.train.max_staleness,
+        current_version=lambda: engine.policy_version,
+    )
+    collector = AsyncLLMCollector(
+        engine,
+        PromptSource(prompts),
+        last_number_is_sum,
+        tokenizer=tokenizer,
+        sampling_params=SamplingParams(
+            n=cfg.sampling.group_size, max_tokens=cfg.sampling.max_tokens, temperature=cfg.sampling.temperature
+        ),
+        groups_per_step=cfg.train.groups_per_step,
+        replay_buffer=replay_buffer,
+        max_staleness=cfg.train.max_staleness,
+        seed=cfg.train.seed,
+    )
+
+    # Training: a window of groups becomes prefix trees, the actor forwards every shared token once
+    packer = TreePacker(token_budget=cfg.train.token_budget)
+    actor = TreeActor(model, temperature=cfg.sampling.temperature, attention=cfg.model.attention)
+    loss_module = GRPOLoss(
+        actor,
+        clip_epsilon=cfg.loss.clip_epsilon,
+        aggregation=cfg.loss.aggregation,
+        entropy_coeff=cfg.loss.entropy_coeff,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
+
+    # Weight sync: trained weights reach the engine between two of its decoding steps
+    sender = LocalWeightSyncSender(model, engine)
+
+    loggers = [CSVLogger("csv", log_dir=str(output)), TensorboardLogger("tensorboard", log_dir=str(output))]
+    trainer = AsyncGRPOTrainer(
+        collector=collector,
+        replay_buffer=replay_buffer,
+        packer=packer,
+        loss_module=loss_module,
+        optimizer=optimizer,
+        weight_sync_sender=sender,
+        weight_update_frequency=cfg.train.weight_update_frequency,
+        async_collection=cfg.train.async_collection,
+        total_frames=cfg.train.total_frames,
+        clip_norm=cfg.optim.clip_norm,
+        mixed_precision=cfg.train.mixed_precision,
+        logger=loggers,
+        log_interval=0,
+    )
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        print(f"\nStopped after {trainer.collected_frames} rollouts; what was trained so far is saved.")
+    finally:
+        engine.shutdown()
+
+    if trainer.collected_frames:
+        plot_course(output / "csv", output / "reward.png")
+    table = comparison_table(examples, before, greedy_answers(model, tokenizer, examples, cfg.sampling.max_tokens))
+    (output / "answers.md").write_text(table + "\n")
+    model.set_attn_implementation("sdpa")
+    model.save_pretrained(output / "model")
+    tokenizer.save_pretrained(output / "model")
+    print(f"\n{table}\n\nModel, logs, answers.md and reward.png are in {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What a run leaves for people: a plot of its course, and the same prompts answered before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def read_scalar(log_dir: Path, name: str) -> tuple[list[float], list[float]]:
+    """Frames and values of one series of torchrl's CSV logger."""
+    rows = [line.split(",") for line in (log_dir / "scalars" / f"{name}.csv").read_text().splitlines()]
+    return [float(frames) for frames, _ in rows], [float(value) for _, value in rows]
+
+
+def plot_course(log_dir: Path, picture: Path) -> None:
+    """Draw reward (mean and spread over the rollouts of a step) and staleness over optimizer steps."""
+    _, reward = read_scalar(log_dir, "reward")
+    _, spread = read_scalar(log_dir, "reward_std")
+    _, staleness = read_scalar(log_dir, "staleness")
+    steps = range(1, len(reward) + 1)
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=(3, 1), layout="constrained")
+    above.plot(steps, reward, color="tab:blue", marker=".", label="mean reward")
+    low, high = ([r + sign * s for r, s in zip(reward, spread, strict=True)] for sign in (-1, 1))
+    above.fill_between(steps, low, high, color="tab:blue", alpha=0.15, label="± standard deviation")
+    above.set(ylabel="reward", ylim=(min(0.0, min(reward)) - 0.02, max(1.0, max(reward)) + 0.05))
+    above.legend(loc="lower right")
+    above.grid(alpha=0.3)
+    below.step(steps, staleness, where="mid", color="tab:orange")
+    below.set(xlabel="optimizer step", ylabel="staleness\n(policy versions)", ylim=(-0.1, max(1.0, max(staleness)) + 0.1))
+    below.grid(alpha=0.3)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def greedy_answers(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[dict[str, Any]], max_tokens: int
+) -> list[str]:
+    """The most likely answer to each prompt, one at a time."""
+    answers = []
+    for prompt in prompts:
+        inputs = tokenizer.apply_chat_template(
+            prompt["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(model.device)
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, pad_token_id=tokenizer.pad_token_id)
+        answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def comparison_table(prompts: Sequence[dict[str, Any]], before: Sequence[str], after: Sequence[str]) -> str:
+    """A table in Markdown: prompt, right answer, answer before and after training."""
+    lines = ["| prompt | answer | before | after |", "|---|---|---|---|"]
+    for prompt, old, new in zip(prompts, before, after, strict=True):
+        cells = [prompt["prompt"][-1]["content"], str(prompt["answer"]), old, new]
+        lines.append("| " + " | ".join(cell.strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines)

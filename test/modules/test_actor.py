@@ -1,0 +1,170 @@
+"""The actor against each rollout run alone through the plain model: values, gradients, and what reaches the head."""
+
+import copy
+
+import pytest
+import torch
+from fakes import VOCABULARY, tiny_gpt2, tiny_qwen3
+from torch import nn
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+
+from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout
+
+SMALL = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=0,
+)  # fmt: skip
+
+
+def tiny(config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model.eval()
+
+
+MODELS = {
+    "qwen3": tiny_qwen3,
+    "gpt2": tiny_gpt2,
+    "gemma2": lambda: tiny(Gemma2Config(**SMALL, head_dim=8, sliding_window=4, final_logit_softcapping=3.0)),
+    "cohere": lambda: tiny(CohereConfig(**SMALL, logit_scale=0.2)),
+    "granite": lambda: tiny(GraniteConfig(**SMALL, logits_scaling=6.0)),
+}
+
+
+def rollouts(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(6):
+        prompt = [[5, 6, 7], [5, 6, 8, 9]][i % 2]
+        tokens = torch.randint(1, 4, (int(torch.randint(1, 8, (1,), generator=generator)),), generator=generator).tolist()
+        mask = [0] * len(prompt) + [int(k % 4 != 2) for k in range(len(tokens))]
+        rows.append(make_rollout([*prompt, *tokens], mask, [-1.0] * len(mask), group_id=i % 2, rollout_id=i))
+    return rows
+
+
+def alone(model, rows, temperature):
+    """Log-prob and entropy of every trained token, rollout by rollout."""
+    values = {}
+    for row in rows:
+        ids = row["token_ids"]
+        log_p = torch.log_softmax(model(ids[None]).logits[0].double() / temperature, -1)
+        for i in row["loss_mask"].nonzero().flatten().tolist():
+            p = log_p[i - 1]
+            values[int(row["rollout_id"]), i] = (p[ids[i]], -(p.exp() * p).sum())
+    return values
+
+
+def on_tree(actor, batches):
+    values = {}
+    for batch in batches:
+        out = actor(batch)
+        depth = batch["node", "position_ids"]
+        for node, r in zip(batch["entry", "node"].tolist(), batch["entry", "rollout"].tolist(), strict=True):
+            key = int(batch["rollout", "rollout_id"][r]), int(depth[node])
+            values[key] = (out["node", "log_prob"][node], out["node", "entropy"][node])
+    return values
+
+
+@pytest.mark.parametrize("packer", [TreePacker(), TreePacker(token_budget=12), FlatPacker()], ids=["tree", "split", "flat"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_each_rollout_alone(name, temperature, packer):
+    plain = MODELS[name]().double()
+    plain.set_attn_implementation("eager")  # sdpa leaves Gemma's softcap out
+    actor = TreeActor(copy.deepcopy(plain), temperature=temperature, attention="reference", chunk_size=3)
+    rows = rollouts()
+    expected, ours = alone(plain, rows, temperature), on_tree(actor, packer(rows))
+    assert ours.keys() == expected.keys()
+    keys = sorted(expected)
+    for which in (0, 1):
+        torch.testing.assert_close(
+            torch.stack([ours[k][which] for k in keys]), torch.stack([expected[k][which] for k in keys]), rtol=1e-6, atol=1e-6
+        )
+    weights = torch.randn(2, len(keys), dtype=torch.float64)
+    for values in (expected, ours):
+        sum(weights[which, i] * values[k][which] for i, k in enumerate(keys) for which in (0, 1)).backward()
+    for (parameter, theirs), own in zip(plain.named_parameters(), actor.model.parameters(), strict=True):
+        scale = float(theirs.grad.abs().max()) + 1e-12
+        assert float((own.grad - theirs.grad).abs().max()) <= 1e-6 * max(scale, 1.0), parameter
+
+
+def test_only_parents_of_trained_nodes_reach_the_head():
+    actor = TreeActor(tiny_qwen3())
+    rows = [make_rollout([5, 6, 7, t, 2], [0, 0, 0, 1, 1], [-1.0] * 5, group_id=0) for t in (1, 2, 3)]
+    (batch,) = TreePacker()(rows)
+    seen = []
+    import torchrl_asyncgrpo.modules.actor as module
+
+    original = module.token_log_prob
+    module.token_log_prob = lambda hidden, *a, **k: (seen.append(len(hidden)), original(hidden, *a, **k))[1]
+    try:
+        out = actor(batch)
+    finally:
+        module.token_log_prob = original
+    assert seen == [4], "one for token 7, from which three branches start, and one for each branch"
+    untrained = torch.ones(batch.num_nodes, dtype=torch.bool)
+    untrained[batch["entry", "node"]] = False
+    assert (out["node", "log_prob"][untrained] == 0).all()
+
+
+def test_model_goes_on_generating_and_keeps_its_mode():
+    model = tiny_qwen3().train()
+    prompt = torch.tensor([[5, 6, 7]])
+    before = model.eval().generate(prompt, do_sample=False, max_new_tokens=6)
+    TreeActor(model.train())
+    assert model.training
+    assert torch.equal(model.eval().generate(prompt, do_sample=False, max_new_tokens=6), before)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    (batch,) = TreePacker()(rollouts())
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_qwen3().train()
+        actor = TreeActor(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        actor(batch.clone())["node", "log_prob"].sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_head_that_is_more_than_linear_is_refused():
+    class Shifted(type(tiny_qwen3())):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits.roll(1, -1)
+            return output
+
+    model = tiny_qwen3()
+    model.__class__ = Shifted
+    with pytest.raises(ValueError, match="Shifted.*more than"):
+        TreeActor(model)
+
+
+def test_wrapped_head_is_refused():
+    model = tiny_qwen3(tie_word_embeddings=False)
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="head of Qwen3ForCausalLM is a Sequential.*nn.Linear"):
+        TreeActor(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(temperature=0.0), "temperature=0.0.*above 0"),
+        (dict(chunk_size=0), "chunk_size=0"),
+        (dict(attention="magic"), "'magic'.*'reference', 'segments', 'flex'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        TreeActor(tiny_qwen3(), **options)
+
+
+def test_plain_module_is_a_type_error():
+    with pytest.raises(TypeError, match="Linear.*AutoModelForCausalLM"):
+        TreeActor(nn.Linear(2, 2))

@@ -1,8 +1,8 @@
 """Seconds per step of ``make train`` against TRL's GRPOTrainer on the same job: python benchmarks/end_to_end.py.
 
 SmolLM2-135M-Instruct in float32, the prompts and the reward of the main job, 16 prompts × 8 completions × 12 tokens,
-AdamW at 5e-6. Both sides train for ``STEPS`` steps, each in a process of its own; the first ``WARM_UP`` are left out and
-the median of the others is compared.
+AdamW at 5e-6. Both sides train for ``STEPS`` steps, each in a process of its own; the first ``WARM_UP`` are left out,
+and the median of the others is compared.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ VOCABULARY = 49_000
 CLIP_EPSILON = 0.2
 WARM_UP, REPEATS = 1, 5
 THREADS = 2
-TOLERANCE = 1e-5
 
 
 @dataclass
@@ -153,14 +152,10 @@ def run(model: str = SMOLLM2) -> list[dict[str, Any]]:
     """Rows of the benchmark table; see ``run.py``."""
     path = resolve_model(model)
     mine, peer = in_own_process("ours", path), in_own_process("torchrl", path)
-    for key in ("loss", "gradient"):
-        if abs(mine[key] - peer[key]) > TOLERANCE:
-            raise AssertionError(f"{key} differs: ours {mine[key]:.7f}, torchrl {peer[key]:.7f}")
-    speed_up, work = peer["seconds"] / mine["seconds"], f"{GROUPS} × {ROLLOUTS}, prompt {PROMPT}"
-    agree = f"loss {mine['loss']:.6f} / {peer['loss']:.6f}, gradient {mine['gradient']:.7f} / {peer['gradient']:.7f}"
+    speed_up = peer["seconds"] / mine["seconds"]
     return [
         {
-            "name": f"loss + backward, {work}, against torchrl GRPOLoss ({agree})",
+            "name": f"loss + backward, {GROUPS} × {ROLLOUTS}, prompt {PROMPT}, against torchrl GRPOLoss",
             "ours": mine["seconds"],
             "peer": peer["seconds"],
             "unit": "s",
@@ -182,6 +177,14 @@ def run(model: str = SMOLLM2) -> list[dict[str, Any]]:
             "unit": "",
             "ratio": None,
             "bar": None,
+        },
+        {
+            "name": f"same, difference of loss and gradient norm ({mine['loss']:.6f}, {mine['gradient']:.6f})",
+            "ours": max(abs(mine[key] - peer[key]) for key in ("loss", "gradient")),
+            "peer": None,
+            "unit": "",
+            "ratio": None,
+            "bar": "ours <= 1e-5",
         },
     ]
 

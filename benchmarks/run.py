@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 VERSIONS = ("torch", "torchrl", "tensordict", "transformers", "trl")
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-BAR = re.compile(r"(ours|ratio) *(>=|<=|>|<) *([0-9.]+)")
+BAR = re.compile(r"(ours|ratio) *(>=|<=|>|<) *([0-9.e-]+)")
 
 
 def benchmarks() -> list[str]:

@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFa
 from torchrl_asyncgrpo.engines.base import Completion
 
 CHARACTERS = "0123456789+-= abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?.<>|"
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 def character_tokenizer(chat=True):

@@ -5,7 +5,7 @@ Imports point only downwards, and never sideways between two parts of one layer:
     trainers
     collectors
     objectives   engines   weight_sync   data.replay_buffer   modules
-    packing   pure functions and protocols: objectives.functional, engines.base, weight_sync.base, data.*
+    packing   pure functions and protocols: objectives.functional, engines.base, weight_sync.base, data.*, kernels
     data.schema
 """
 
@@ -25,7 +25,7 @@ LAYERS = [
     {"trainers"},
     {"collectors"},
     {"objectives", "engines", "weight_sync", "data.replay_buffer", "modules"},
-    {"packing", "objectives.functional", "engines.base", "weight_sync.base", "data"},
+    {"packing", "objectives.functional", "engines.base", "weight_sync.base", "data", "kernels"},
     {"data.schema"},
 ]
 # Beyond the layers: a collector turns prompts into rollouts and knows nothing of what becomes of them.

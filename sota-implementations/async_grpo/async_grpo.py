@@ -1,8 +1,8 @@
 """Asynchronous GRPO on prefix trees: every part of the run, built in the order of the data path.
 
-    python async_grpo.py                                     # SmolLM2-135M-Instruct learns single-digit sums on a CPU
-    python async_grpo.py model.name=Qwen/Qwen3-0.6B          # a hub name or a local directory
-    python async_grpo.py train.total_frames=640 optim.lr=1e-5
+python async_grpo.py                                     # SmolLM2-135M-Instruct learns single-digit sums on a CPU
+python async_grpo.py model.name=Qwen/Qwen3-0.6B          # a hub name or a local directory
+python async_grpo.py train.total_frames=640 optim.lr=1e-5
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ def plot_course(log_dir: Path, picture: Path) -> None:
     above.legend(loc="lower right")
     above.grid(alpha=0.3)
     below.step(steps, staleness, where="mid", color="tab:orange")
-    below.set(xlabel="optimizer step", ylabel="staleness\n(policy versions)", ylim=(-0.1, max(1.0, max(staleness)) + 0.1))
+    below.set(
+        xlabel="optimizer step", ylabel="staleness\n(policy versions)", ylim=(-0.1, max(1.0, max(staleness)) + 0.1)
+    )
     below.grid(alpha=0.3)
     figure.savefig(picture, dpi=120)
     plt.close(figure)
@@ -50,7 +52,9 @@ def greedy_answers(
         inputs = tokenizer.apply_chat_template(
             prompt["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(model.device)
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, pad_token_id=tokenizer.pad_token_id)
+        output = model.generate(
+            **inputs, do_sample=False, max_new_tokens=max_tokens, pad_token_id=tokenizer.pad_token_id
+        )
         answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return answers
 

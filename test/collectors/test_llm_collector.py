@@ -13,7 +13,9 @@ def reward(completions, **_):
     return [float(len(c)) for c in completions]
 
 
-def make(engine=None, prompts=("1+1=", "2+2=", "3+3="), rewards=reward, beside=True, batch_size=2, max_staleness=0, **options):
+def make(
+    engine=None, prompts=("1+1=", "2+2=", "3+3="), rewards=reward, beside=True, batch_size=2, max_staleness=0, **options
+):
     engine = engine or ScriptedEngine()
     buffer = make_replay_buffer(
         batch_size=batch_size, current_version=lambda: engine.policy_version, max_staleness=max_staleness, timeout=20
@@ -68,7 +70,9 @@ def test_beside_and_in_turn_collect_the_same_rollouts():
     try:
         for _ in range(4):
             next(iterator)
-            ours, theirs = (sorted(b.sample().unbind(0), key=lambda r: int(r["rollout_id"])) for b in (buffer_2, buffer_1))
+            ours, theirs = (
+                sorted(b.sample().unbind(0), key=lambda r: int(r["rollout_id"])) for b in (buffer_2, buffer_1)
+            )
             assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
             engine_1.policy_version += 1
             engine_2.policy_version += 1
@@ -203,7 +207,7 @@ def test_shutdown_in_the_middle_loses_no_draw():
     state = collector.state_dict()
     assert sorted(state["unfinished"] + buffer.waiting_group_ids) == [0, 1, 2, 3]
 
-    resumed, buffer_2, engine_2 = make(max_staleness=1)
+    resumed, buffer_2, _engine_2 = make(max_staleness=1)
     resumed.load_state_dict(state)
     buffer_2.load_state_dict(buffer.state_dict())
     resumed.start()
@@ -216,7 +220,7 @@ def test_shutdown_in_the_middle_loses_no_draw():
 
 def test_state_taken_under_pause_is_of_one_moment():
     """Whatever instant a checkpoint hits, every draw is in exactly one of collector and buffer."""
-    collector, buffer, engine = make(max_staleness=3)
+    collector, buffer, _engine = make(max_staleness=3)
     collector.start()
     try:
         for _ in range(200):

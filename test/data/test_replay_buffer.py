@@ -13,7 +13,11 @@ def group(group_id, size=2, versions=0, length=3):
     for i in range(size):
         n = length + i
         version = versions[i] if isinstance(versions, list) else versions
-        rows.append(make_rollout(range(n), [0] + [1] * (n - 1), [0.0] + [-1.0] * (n - 1), group_id=group_id, policy_version=version))
+        rows.append(
+            make_rollout(
+                range(n), [0] + [1] * (n - 1), [0.0] + [-1.0] * (n - 1), group_id=group_id, policy_version=version
+            )
+        )
     return rows
 
 
@@ -198,11 +202,11 @@ def test_ring_keeps_every_group_over_many_rounds():
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
 def test_state_holds_what_waits(how, tmp_path):
-    clock, buffer = make()
+    _clock, buffer = make()
     for i in range(4):
         buffer.extend(group(i))
     buffer.sample()
-    clock_2, restored = make()
+    _clock_2, restored = make()
     if how == "state_dict":
         torch.save(buffer.state_dict(), tmp_path / "state.pt")
         restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))

@@ -39,7 +39,9 @@ def rollouts(seed=0):
     rows = []
     for i in range(6):
         prompt = [[5, 6, 7], [5, 6, 8, 9]][i % 2]
-        tokens = torch.randint(1, 4, (int(torch.randint(1, 8, (1,), generator=generator)),), generator=generator).tolist()
+        tokens = torch.randint(
+            1, 4, (int(torch.randint(1, 8, (1,), generator=generator)),), generator=generator
+        ).tolist()
         mask = [0] * len(prompt) + [int(k % 4 != 2) for k in range(len(tokens))]
         rows.append(make_rollout([*prompt, *tokens], mask, [-1.0] * len(mask), group_id=i % 2, rollout_id=i))
     return rows
@@ -68,7 +70,9 @@ def on_tree(actor, batches):
     return values
 
 
-@pytest.mark.parametrize("packer", [TreePacker(), TreePacker(token_budget=12), FlatPacker()], ids=["tree", "split", "flat"])
+@pytest.mark.parametrize(
+    "packer", [TreePacker(), TreePacker(token_budget=12), FlatPacker()], ids=["tree", "split", "flat"]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_each_rollout_alone(name, temperature, packer):
@@ -81,7 +85,10 @@ def test_equals_each_rollout_alone(name, temperature, packer):
     keys = sorted(expected)
     for which in (0, 1):
         torch.testing.assert_close(
-            torch.stack([ours[k][which] for k in keys]), torch.stack([expected[k][which] for k in keys]), rtol=1e-6, atol=1e-6
+            torch.stack([ours[k][which] for k in keys]),
+            torch.stack([expected[k][which] for k in keys]),
+            rtol=1e-6,
+            atol=1e-6,
         )
     weights = torch.randn(2, len(keys), dtype=torch.float64)
     for values in (expected, ours):

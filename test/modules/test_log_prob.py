@@ -37,7 +37,9 @@ def problem(dtype=torch.float64, bias=True):
 def test_values_and_gradients_equal_full_logits(transform, bias, chunk_size):
     leaves, position, token = problem(bias=bias)
     hidden, weight, bias_V = (*leaves, None)[:3]
-    log_prob, entropy = token_log_prob(hidden, weight, bias_V, position, token, transform=transform, chunk_size=chunk_size)
+    log_prob, entropy = token_log_prob(
+        hidden, weight, bias_V, position, token, transform=transform, chunk_size=chunk_size
+    )
     expected = full_log_prob(hidden, weight, bias_V, position, token, transform)
     torch.testing.assert_close((log_prob, entropy), expected, rtol=1e-12, atol=1e-12)
 
@@ -91,11 +93,13 @@ def test_bfloat16_autocast_accumulates_weight_gradient_in_float32():
     hidden = torch.randn(64, 16, requires_grad=True)
     weight = torch.randn(50, 16, requires_grad=True)
     position, token = torch.arange(64), torch.randint(0, 50, (64,))
-    exact = torch.autograd.grad(full_log_prob(hidden, weight, None, position, token, HeadTransform())[0].sum(), weight)[0]
+    exact = torch.autograd.grad(full_log_prob(hidden, weight, None, position, token, HeadTransform())[0].sum(), weight)[
+        0
+    ]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         log_prob, _ = token_log_prob(hidden, weight, None, position, token, transform=HeadTransform(), chunk_size=1)
     assert log_prob.dtype == torch.float32
     ours = torch.autograd.grad(log_prob.sum(), weight)[0]
     assert ours.dtype == torch.float32
     # 64 rank-one updates, each rounded once to 8 bits: the error does not grow with the number of chunks
-    assert (ours - exact).abs().max() < 2 ** -8 * 64**0.5 * 4
+    assert (ours - exact).abs().max() < 2**-8 * 64**0.5 * 4

@@ -162,7 +162,9 @@ def test_loss_equals_loops_over_rollouts():
     for aggregation, weight in weights.items():
         expected = 0.0
         for r, w in zip(rows, weight, strict=True):
-            for token, mask, old, ref in zip(*(r[k].tolist() for k in ("token_ids", "loss_mask", "sample_log_prob", "ref_log_prob")), strict=True):
+            for token, mask, old, ref in zip(
+                *(r[k].tolist() for k in ("token_ids", "loss_mask", "sample_log_prob", "ref_log_prob")), strict=True
+            ):
                 if mask:
                     ratio, a, d = math.exp(table[token] - old), float(r["advantage"]), ref - table[token]
                     surrogate = -min(ratio * a, min(max(ratio, 0.7), 1.28) * a)
@@ -211,7 +213,9 @@ def random_rows(seed, count, ref=False):
         n = integers(1, 7)[0]
         mask = integers(0, 2, n)
         sample = (-torch.rand(n, generator=generator) * 3 - 1).tolist()
-        rows.append(row(integers(1, 4, n), sample, mask, advantage=integers(-2, 3)[0] + 0.5, group_id=i // 3, rollout_id=i))
+        rows.append(
+            row(integers(1, 4, n), sample, mask, advantage=integers(-2, 3)[0] + 0.5, group_id=i // 3, rollout_id=i)
+        )
     return rows
 
 

@@ -32,7 +32,9 @@ def reward(completions, **_):
 class Parts:
     """All parts of a run, assembled like the script does it, on a model that trains in milliseconds."""
 
-    def __init__(self, *, groups=2, max_staleness=0, prompts=None, rewards=reward, batch_size=None, n=3, sync=False, **trainer):
+    def __init__(
+        self, *, groups=2, max_staleness=0, prompts=None, rewards=reward, batch_size=None, n=3, sync=False, **trainer
+    ):
         self.model = tiny_qwen3()
         self.actor = TreeActor(self.model)
         self.loss = GRPOLoss(self.actor)
@@ -55,7 +57,13 @@ class Parts:
             replay_buffer=self.buffer,
             max_staleness=max_staleness,
         )
-        options = {"total_frames": 12, "log_interval": 0, "progress_bar": False, "async_collection": not sync, **trainer}
+        options = {
+            "total_frames": 12,
+            "log_interval": 0,
+            "progress_bar": False,
+            "async_collection": not sync,
+            **trainer,
+        }
         if not options.pop("push", True):
             self.sender = None
         self.logged = []
@@ -132,8 +140,12 @@ def test_stages_frame_every_optimizer_step(run):
     parts = run(total_frames=12)
     calls = []
     trainer, optimizer = parts.trainer, parts.optimizer
-    trainer.register_op("pre_optim", lambda: calls.append(("pre", all(p.grad is not None for p in parts.model.parameters()))))
-    trainer.register_op("post_optim", lambda: calls.append(("post", optimizer.state[next(parts.model.parameters())]["step"].item())))
+    trainer.register_op(
+        "pre_optim", lambda: calls.append(("pre", all(p.grad is not None for p in parts.model.parameters())))
+    )
+    trainer.register_op(
+        "post_optim", lambda: calls.append(("post", optimizer.state[next(parts.model.parameters())]["step"].item()))
+    )
     trainer.register_op("post_steps", lambda: calls.append("post_steps"))
     trainer.register_op("pre_optim_steps", lambda: calls.append("pre_optim_steps"))
     trainer.train()
@@ -411,7 +423,10 @@ def test_asynchronous_resume_trains_every_draw_once(run, tmp_path):
 
     def watch(parts):
         parts.trainer.register_op(
-            "post_optim_log", lambda batches: trained.extend(g for b in batches.unbind(0) for g in b["rollout", "group_id"].unique().tolist())
+            "post_optim_log",
+            lambda batches: trained.extend(
+                g for b in batches.unbind(0) for g in b["rollout", "group_id"].unique().tolist()
+            ),
         )
         return parts
 
@@ -473,7 +488,9 @@ def test_collector_without_a_buffer_feeds_the_trainer(run):
 def test_packer_transforms_and_user_hooks_see_window_and_micro_batches(run):
     parts = run(total_frames=6, packer=TreePacker(min_micro_batches=2))
     seen = []
-    parts.trainer.register_op("process_optim_batch", lambda batches: seen.append([type(b).__name__ for b in batches.unbind(0)]))
+    parts.trainer.register_op(
+        "process_optim_batch", lambda batches: seen.append([type(b).__name__ for b in batches.unbind(0)])
+    )
     parts.trainer.train()
     assert seen == [["TreeBatch", "TreeBatch"]]
 

@@ -86,7 +86,7 @@ def test_failed_push_raises_keeps_the_version_and_the_next_starts_clean(parts, b
 
 def test_verbs_come_in_order_and_once_per_push(parts, monkeypatch):
     """W4."""
-    _, engine, sender = parts
+    _, _engine, sender = parts
     calls = []
     for verb in ("init_weight_transfer", "pause", "send_weights", "resume"):
         original = getattr(sender, verb)
@@ -106,6 +106,6 @@ def test_shared_weights_move_the_version_and_copy_nothing():
 
 
 def test_next_version_restores_a_version_once(parts):
-    _, engine, sender = parts
+    _, _engine, sender = parts
     sender.next_version = 7
     assert [sender.update_weights(), sender.update_weights()] == [7, 8]

@@ -120,8 +120,8 @@ class AsyncLLMCollector(BaseCollector):
         buffer = self.replay_buffer
         if not isinstance(buffer, GroupReplayBuffer):
             raise ValueError(
-                f"replay_buffer is a {type(buffer).__name__}; collecting beside the trainer needs the back-pressure of a "
-                "buffer made by make_replay_buffer."
+                f"replay_buffer is a {type(buffer).__name__}; collecting beside the trainer needs the "
+                "back-pressure of a buffer made by make_replay_buffer."
             )
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the collector runs already; call shutdown() before starting it again.")
@@ -234,7 +234,7 @@ class AsyncLLMCollector(BaseCollector):
             buffer.close()
         except asyncio.CancelledError:
             buffer.close()
-        except BaseException as failure:  # the reader raises it, whatever it is
+        except BaseException as failure:  # noqa: BLE001 - the reader raises it, whatever it is
             self._failure = failure
             buffer.close(failure)
         finally:

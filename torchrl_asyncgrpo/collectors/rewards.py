@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -85,8 +85,9 @@ class RewardFunctions:
 
 def _checked(function: RewardFunction, values: Any, count: int) -> list[float | None]:
     name = getattr(function, "__name__", repr(function))
-    if isinstance(values, (str, bytes)) or not isinstance(values, Sized):
-        raise ValueError(f"reward function {name!r} returned a {type(values).__name__}; return a list of {count} numbers.")
+    if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
+        kind = type(values).__name__
+        raise ValueError(f"reward function {name!r} returned a {kind}; return a list of {count} numbers.")
     if len(values) != count:
         raise ValueError(
             f"reward function {name!r} returned {len(values)} values for {count} completions; return a list of {count}."
@@ -99,8 +100,8 @@ def _checked(function: RewardFunction, values: Any, count: int) -> list[float | 
         number = None if isinstance(value, (str, bytes)) else _as_float(value)
         if number is None or not math.isfinite(number):
             raise ValueError(
-                f"reward function {name!r} returned {value!r} for completion {i} of {count}; return a finite number, or "
-                "None where the completion is not scored."
+                f"reward function {name!r} returned {value!r} for completion {i} of {count}; return a finite number, "
+                "or None where the completion is not scored."
             )
         checked.append(number)
     return checked

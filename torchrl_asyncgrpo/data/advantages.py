@@ -37,9 +37,12 @@ def group_advantages(rewards_G: Tensor, *, scale: Scale = "std", eps: float = 1e
         raise ValueError(f"eps={eps}; it is added to a standard deviation and must be >= 0.")
     rewards_G = torch.as_tensor(rewards_G)
     if rewards_G.ndim != 1:
-        raise ValueError(f"rewards have shape {tuple(rewards_G.shape)}; give one value per rollout of one group, [G].")
+        shape = tuple(rewards_G.shape)
+        raise ValueError(f"rewards have shape {shape}; give one value per rollout of one group, [G].")
     if rewards_G.isinf().any():
-        raise ValueError(f"rewards {rewards_G.tolist()} hold an infinity; return a finite number, or None for unscored.")
+        raise ValueError(
+            f"rewards {rewards_G.tolist()} hold an infinity; return a finite number, or None for unscored."
+        )
     rewards_G = rewards_G.double()
     scored_G = ~rewards_G.isnan()
     scored = rewards_G[scored_G]

@@ -43,7 +43,7 @@ class PromptSource:
 
     def __init__(
         self,
-        data: Sequence[Any] | Iterable[Any],
+        data: Any,
         *,
         num_epochs: int | None = None,
         shuffle: bool = False,
@@ -53,7 +53,8 @@ class PromptSource:
             callable(getattr(data, "__len__", None)) and callable(getattr(data, "__getitem__", None))
         )
         if not self._is_sequence and not isinstance(data, Iterable):
-            raise TypeError(f"prompts are a {type(data).__name__}; give a list, a dataset or another iterable of prompts.")
+            kind = type(data).__name__
+            raise TypeError(f"prompts are a {kind}; give a list, a dataset or another iterable of prompts.")
         if isinstance(data, str):
             raise TypeError("prompts are one string; give a list of prompts, [prompt] for a single one.")
         if num_epochs is not None and num_epochs < 1:
@@ -62,8 +63,8 @@ class PromptSource:
             raise ValueError("prompts are empty; give at least one prompt.")
         if not self._is_sequence and (shuffle or num_epochs is not None):
             raise ValueError(
-                f"shuffle={shuffle}, num_epochs={num_epochs} with a {type(data).__name__}; an iterable without length is "
-                "read once and in its own order. Give a list or a dataset instead."
+                f"shuffle={shuffle}, num_epochs={num_epochs} with a {type(data).__name__}; an iterable without "
+                "length is read once and in its own order. Give a list or a dataset instead."
             )
         self._data: Any = data
         self._iterator: Iterator[Any] | None = None
@@ -158,6 +159,7 @@ def _as_draw(group_id: int, item: Any) -> PromptDraw:
     is_chat = isinstance(prompt, list) and bool(prompt) and all(isinstance(m, Mapping) and "role" in m for m in prompt)
     if not is_chat and not (isinstance(prompt, str) and prompt):
         raise ValueError(
-            f"prompt {group_id} is {prompt!r}; give a non-empty text or a list of chat messages with 'role' and 'content'."
+            f"prompt {group_id} is {prompt!r}; give a non-empty text or a list of chat messages with 'role' and "
+            "'content'."
         )
     return PromptDraw(group_id, [dict(m) for m in prompt] if is_chat else prompt, columns)

@@ -88,7 +88,8 @@ def make_rollout(
     sample_log_prob_N = torch.as_tensor(sample_log_prob, dtype=torch.float32)
     if token_ids_N.ndim != 1 or not len(token_ids_N):
         raise ValueError(
-            f"token_ids has shape {tuple(token_ids_N.shape)}; a rollout is one non-empty row of tokens, [N] with N >= 1."
+            f"token_ids has shape {tuple(token_ids_N.shape)}; a rollout is one non-empty row of tokens, "
+            "[N] with N >= 1."
         )
     version_N = torch.as_tensor(policy_version, dtype=torch.int64)
     version_N = version_N.expand(len(token_ids_N)).clone() if version_N.ndim == 0 else version_N
@@ -206,7 +207,8 @@ class TreeBatch(TypedTensorDict):
             NODE_POSITION_IDS,
             "the depth of a root is 0, of a child one more than its parent's",
         )
-        _require((end_T > index_T) & (end_T <= T), NODE_SUBTREE_END, "a subtree ends behind its node and inside the batch")
+        inside_T = (end_T > index_T) & (end_T <= T)
+        _require(inside_T, NODE_SUBTREE_END, "a subtree ends behind its node and inside the batch")
         _require(
             root_T | ((index_T < end_T[above_T]) & (end_T <= end_T[above_T])),
             NODE_SUBTREE_END,
@@ -214,7 +216,7 @@ class TreeBatch(TypedTensorDict):
         )
         next_is_child_T = torch.ones_like(root_T)
         next_is_child_T[:-1] = (end_T[:-1] == index_T[1:]) | (parent_T[1:] == index_T[:-1])
-        _require(next_is_child_T, NODE_SUBTREE_END, "a node is followed by its first child or by the end of its subtree")
+        _require(next_is_child_T, NODE_SUBTREE_END, "a node's first child follows it, or its subtree ends")
         node_L, rollout_L = self[ENTRY_NODE], self[ENTRY_ROLLOUT]
         _require((node_L >= 0) & (node_L < T), ENTRY_NODE, f"an entry points at one of the {T} nodes")
         S = self.num_rollouts

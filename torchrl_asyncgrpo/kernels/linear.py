@@ -6,9 +6,11 @@ keep PyTorch's own product.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 def _available() -> bool:
@@ -42,13 +44,13 @@ def product_nt(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, input: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight_NK)
         return torch.ops.mkldnn._linear_pointwise(input, weight_NK, bias_N, "none", [], "")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight_NK = ctx.saved_tensors
         grad_MN, input_MK = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
         grad_input = product_nt(grad_MN, weight_NK.T).view_as(input) if ctx.needs_input_grad[0] else None
@@ -71,7 +73,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Turn the plain ``nn.Linear`` modules of ``model`` into :class:`OneDNNLinear`; a model on another device keeps them.
+    """Turn the plain ``nn.Linear`` modules of ``model`` into :class:`OneDNNLinear`, where oneDNN serves them.
 
     Parameters, their names and what ``save_pretrained`` writes stay as they are.
     """

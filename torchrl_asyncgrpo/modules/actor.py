@@ -52,7 +52,8 @@ class TreeActor(TensorDictModuleBase):
         super().__init__()
         if not temperature > 0:
             raise ValueError(
-                f"temperature={temperature}; log-probs need a temperature above 0, the same that the engine samples with."
+                f"temperature={temperature}; log-probs need a temperature above 0, the same that the engine "
+                "samples with."
             )
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size={chunk_size}; it counts positions per chunk of logits and must be >= 1.")
@@ -119,9 +120,7 @@ class TreeActor(TensorDictModuleBase):
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
         """Final hidden states of all nodes, [T, D], as the head reads them."""
         layout = TreeLayout(tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END])
-        output = self.model.base_model(
-            input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs()
-        )
+        output = self.model.base_model(input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs())
         return output.last_hidden_state[0]
 
 

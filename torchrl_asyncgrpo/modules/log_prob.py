@@ -6,10 +6,11 @@ Shapes: P predicting positions, M tokens to score (several may follow one positi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from torchrl_asyncgrpo.kernels.linear import product_nt
 
@@ -82,7 +83,7 @@ def token_log_prob(
 class _TokenLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden_PD: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
@@ -110,7 +111,7 @@ class _TokenLogProb(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad_log_prob_M: Tensor, grad_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_log_prob_M: Tensor, grad_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, position_M, token_M, log_sum_P, entropy_P = ctx.saved_tensors
         transform, chunk_size, compute, result = ctx.settings
         grad_hidden_PD = torch.empty_like(hidden_PD) if ctx.needs_input_grad[0] else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 
@@ -12,7 +12,7 @@ class PhaseTimer:
     """Seconds per named phase since the last ``reset``."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._start = time.perf_counter()
 
     @contextlib.contextmanager

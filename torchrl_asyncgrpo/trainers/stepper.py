@@ -101,7 +101,8 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
         losses = [value for key, value in output.items() if key.startswith("loss")]
         if not losses:
             raise RuntimeError(
-                f"the loss module returned {sorted(output.keys())}; at least one key must start with 'loss' to be trained."
+                f"the loss module returned {sorted(output.keys())}; at least one key must start with 'loss' to be "
+                "trained."
             )
         return output.detach(), torch.stack(losses).sum()
 
@@ -111,9 +112,7 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             return float(nn.utils.clip_grad_norm_(params, self.clip_norm))
         return float(nn.utils.get_total_norm([p.grad for p in params]))
 
-    def _skip(
-        self, outputs: list[TensorDictBase], reason: str, grad_norm: float = math.nan
-    ) -> TensorDictBase:
+    def _skip(self, outputs: list[TensorDictBase], reason: str, grad_norm: float = math.nan) -> TensorDictBase:
         self._skipped_nonfinite_steps += 1
         torchrl_logger.warning(f"Skipped an optimizer step, {self._skipped_nonfinite_steps} so far: {reason}.")
         self.optimizer.zero_grad(set_to_none=True)

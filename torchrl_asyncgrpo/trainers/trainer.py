@@ -41,16 +41,14 @@ from torchrl.trainers import LRSchedulerHook, MixedPrecisionOptimizationStepper,
 from tqdm import tqdm
 
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
-from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
-from torchrl_asyncgrpo.data.schema import TOKEN_IDS
-from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.packing import TreePacker
+from torchrl_asyncgrpo.trainers.checks import check_parts
 from torchrl_asyncgrpo.trainers.logger_group import LoggerGroup
+from torchrl_asyncgrpo.trainers.step_log import StepLog, bar_text
 from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
 from torchrl_asyncgrpo.trainers.weight_push import WeightPush
-from torchrl_asyncgrpo.trainers.window import Packer, WindowReader, window_statistics
+from torchrl_asyncgrpo.trainers.window import Packer, WindowReader
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
-from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
 
 
 class AsyncGRPOTrainer(Trainer):
@@ -193,9 +191,16 @@ class AsyncGRPOTrainer(Trainer):
         )
         self.weight_sync_sender = weight_sync_sender
         groups = self._window_groups(batch_size, gradient_accumulation_steps)
-        self._check_parts(groups)
-        self.log_rewards = log_rewards
-        self.log_kl = log_kl
+        check_parts(
+            collector=collector,
+            replay_buffer=replay_buffer,
+            loss_module=loss_module,
+            sender=weight_sync_sender,
+            groups=groups,
+            async_collection=async_collection,
+        )
+        self.step_log = StepLog(self, log_rewards=log_rewards, log_kl=log_kl)
+        self.register_op("post_optim_complete_log", self.step_log.kl)
         self.reader = WindowReader(
             replay_buffer,
             TreePacker() if packer is None else packer,
@@ -225,36 +230,6 @@ class AsyncGRPOTrainer(Trainer):
         own = self.replay_buffer.batch_size if self.replay_buffer is not None else None
         groups = batch_size or own
         return groups * accumulation if groups is not None else None
-
-    def _check_parts(self, groups: int | None) -> None:
-        collector, buffer = self.collector, self.replay_buffer
-        if self.async_collection and (buffer is None or collector.replay_buffer is not buffer):
-            raise ValueError(
-                "async_collection=True needs one replay buffer that the collector writes and the trainer reads; pass the "
-                "same object of make_replay_buffer to both."
-            )
-        if not isinstance(collector, AsyncLLMCollector):
-            return
-        limit = (collector.max_staleness + 1) * collector.groups_per_step
-        if self.async_collection and groups is not None and groups > limit:
-            raise ValueError(
-                f"a window takes {groups} groups, but the collector holds at most {limit} = (max_staleness + 1) · "
-                f"groups_per_step, so that no window would ever be full; set groups_per_step={groups}."
-            )
-        sender = self.weight_sync_sender
-        shared = isinstance(sender, LocalWeightSyncSender) and sender.engine.shares_weights
-        if self.async_collection and shared and collector.max_staleness > 0:
-            raise ValueError(
-                f"the engine shares the trainer's weights and max_staleness={collector.max_staleness}, so that it would "
-                "decode while they are written; give the engine its own copy (copy_weights=True) or set max_staleness=0."
-            )
-        actor = getattr(self.loss_module, "actor_network", None)
-        sampled_at = collector.sampling_params.temperature
-        if isinstance(actor, TreeActor) and actor.temperature != sampled_at:
-            raise ValueError(
-                f"rollouts are sampled at temperature {sampled_at} and trained at {actor.temperature}, so that no ratio "
-                "would be right; give TreeActor and SamplingParams one temperature."
-            )
 
     # --- stages -----------------------------------------------------------------------------------
     def register_op(self, dest: str, op: Callable[..., Any], **kwargs: Any) -> None:
@@ -309,8 +284,8 @@ class AsyncGRPOTrainer(Trainer):
                     self.save_trainer()
                 else:
                     warnings.warn(
-                        f"the prompt source is exhausted after {self.collected_frames} of {self.total_frames} frames; give "
-                        "more prompts or epochs to train further.",
+                        f"the prompt source is exhausted after {self.collected_frames} of {self.total_frames} frames; "
+                        "give more prompts or epochs to train further.",
                         stacklevel=2,
                     )
                 self.save_trainer(force_save=True)
@@ -369,7 +344,8 @@ class AsyncGRPOTrainer(Trainer):
             micro_batches = self._process_optim_batch_hook(batch)
         except StopIteration:
             return None
-        statistics = self._statistics(micro_batches)
+        assert reader.under_way is not None
+        statistics = self.step_log.window(reader.under_way, micro_batches)
         with reader.phase("train"):
             metrics = stepper.step(self, micro_batches)
         if not isinstance(stepper, MixedPrecisionOptimizationStepper) or self.optimizer_steps() > steps:
@@ -378,7 +354,7 @@ class AsyncGRPOTrainer(Trainer):
                 self._post_optim_hook()
         frames = reader.finish(last_epoch=last_epoch) * self.frame_skip
         self.collected_frames += frames
-        self._log_step(statistics, reader.phase.reset())
+        self.step_log.step(statistics, reader.phase.reset())
         self._post_optim_log(micro_batches)
         if self.progress_bar:
             self._pbar.update(frames)
@@ -388,60 +364,21 @@ class AsyncGRPOTrainer(Trainer):
         """Leave the collector alone: ``train`` has shut it down, and another trainer may use it by now."""
 
     # --- logs and checkpoints ---------------------------------------------------------------------
-    def _statistics(self, micro_batches: TensorDictBase) -> dict[str, float]:
-        window = self.reader.under_way
-        version = None if self.weight_push is None else self.weight_push.sender.policy_version
-        nodes = sum(batch["node"].batch_size[0] for batch in micro_batches.unbind(0))
-        return {
-            **window_statistics(window, version),
-            "micro_batches": float(len(micro_batches)),
-            "packing_ratio": sum(len(rollout[TOKEN_IDS]) for rollout in window) / nodes,
-        }
-
-    def _log_step(self, statistics: dict[str, float], seconds: dict[str, float]) -> None:
-        on_bar = {name: statistics[name] for name in ("reward", "staleness") if name in statistics}
-        if not self.log_rewards:
-            statistics = {name: value for name, value in statistics.items() if not name.startswith("reward")}
-            on_bar.pop("reward")
-        on_bar["tokens/s"] = statistics["trained_tokens"] / seconds["total"]
-        on_bar |= {f"time/{phase}": value for phase, value in seconds.items()}
-        rates = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
-        learning_rate = {"learning_rate": rates[0]} if rates else {}
-        self._log(log_pbar=True, **on_bar)
-        self._log(**{name: value for name, value in statistics.items() if name not in on_bar}, **learning_rate)
-        counters = dict(self.collector.stats()) if isinstance(self.collector, AsyncLLMCollector) else {}
-        if isinstance(self.replay_buffer, GroupReplayBuffer):
-            counters |= {f"groups_dropped_{reason}": count for reason, count in self.replay_buffer.dropped.items()}
-        if isinstance(self.optimization_stepper, WindowOptimizationStepper):
-            counters["optim_steps_skipped"] = self.optimization_stepper.skipped_steps
-        self._log(**{f"count/{name}": float(count) for name, count in counters.items()})
-
-    def _post_optim_complete_log_hook(self, optim_steps: int, average_losses: TensorDictBase | None) -> None:
-        super()._post_optim_complete_log_hook(optim_steps, average_losses)
-        if self.log_kl and average_losses is not None:
-            names = [name for name in ("kl_to_ref", "kl_approx") if name in average_losses.keys()]
-            self._log(log_pbar=True, **{f"kl/{name.removeprefix('kl_')}": average_losses[name] for name in names})
-
     @contextlib.contextmanager
     def _progress(self) -> Iterator[None]:
         if not self.progress_bar:
             yield
             return
         self._pbar_str: dict[str, float] = {}
-        with tqdm(total=self.total_frames, initial=self.collected_frames, unit="rollout", dynamic_ncols=True) as self._pbar:
+        done, total = self.collected_frames, self.total_frames
+        with tqdm(total=total, initial=done, unit="rollout", dynamic_ncols=True) as self._pbar:
             yield
 
     def _pbar_description(self) -> None:
         """Show the values that are logged with ``log_pbar``; the seconds of the last step's phases together."""
         if not self.progress_bar:
             return
-        shown = [f"{name} {value:.3g}" for name, value in self._pbar_str.items() if not name.startswith("time/")]
-        phases = [
-            f"{name.removeprefix('time/')} {value:.1f}"
-            for name, value in self._pbar_str.items()
-            if name.startswith("time/") and name != "time/total"
-        ]
-        self._pbar.set_postfix_str(", ".join([*shown, "s: " + " ".join(phases)] if phases else shown))
+        self._pbar.set_postfix_str(bar_text(self._pbar_str))
 
     def _save_trainer(self) -> None:
         holding = self.collector.pause() if isinstance(self.collector, AsyncLLMCollector) else contextlib.nullcontext()

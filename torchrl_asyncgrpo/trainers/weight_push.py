@@ -23,9 +23,7 @@ class WeightPush(TrainerHookBase):
         stage: trainer stage that checks whether a push is due.
     """
 
-    def __init__(
-        self, sender: WeightSyncSender, steps_taken: Callable[[], int], *, frequency: int, stage: str
-    ) -> None:
+    def __init__(self, sender: WeightSyncSender, steps_taken: Callable[[], int], *, frequency: int, stage: str) -> None:
         self.sender = sender
         self.steps_taken = steps_taken
         self.frequency = frequency

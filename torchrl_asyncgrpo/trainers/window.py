@@ -10,7 +10,6 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.trainers import Trainer, TrainerHookBase
 
-from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.trainers.phases import PhaseTimer
 
@@ -44,7 +43,7 @@ class WindowReader(TrainerHookBase):
         *,
         groups: int | None,
         blocking: bool,
-        device: torch.device | str | None,
+        device: torch.device | str | int | None,
     ) -> None:
         self.replay_buffer = replay_buffer
         self.packer = packer
@@ -147,32 +146,3 @@ class WindowReader(TrainerHookBase):
         """Train the saved window first."""
         self._restored = [TensorDict(row, batch_size=[]) for row in state_dict["under_way"]] or None
         self.under_way = None
-
-
-def window_statistics(window: Sequence[TensorDictBase], current_version: int | None) -> dict[str, float]:
-    """What a window's rollouts say: rewards, lengths and staleness.
-
-    Args:
-        window: rollouts.
-        current_version: policy version that staleness is measured from; None leaves it out.
-
-    Returns:
-        ``reward``, ``reward_std`` and ``reward_max``; ``response_length`` (mean trained tokens) and
-        ``trained_tokens``; ``zero_advantage``, the share of rollouts without signal; ``staleness`` and
-        ``staleness_max``, in policy versions.
-    """
-    reward_R = torch.stack([rollout[schema.REWARD] for rollout in window])
-    length_R = torch.stack([rollout[schema.LOSS_MASK].sum() for rollout in window]).float()
-    advantage_R = torch.stack([rollout[schema.ADVANTAGE] for rollout in window])
-    statistics = {
-        "reward": float(reward_R.mean()),
-        "reward_std": float(reward_R.std(correction=0)),
-        "reward_max": float(reward_R.max()),
-        "response_length": float(length_R.mean()),
-        "trained_tokens": float(length_R.sum()),
-        "zero_advantage": float((advantage_R == 0).float().mean()),
-    }
-    if current_version is not None:
-        staleness = [current_version - schema.oldest_version(rollout) for rollout in window]
-        statistics |= {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
-    return statistics

@@ -59,7 +59,7 @@ class PromptSource:
             raise TypeError("prompts are one string; give a list of prompts, [prompt] for a single one.")
         if num_epochs is not None and num_epochs < 1:
             raise ValueError(f"num_epochs={num_epochs}; give a number of passes >= 1, or None for ever.")
-        if self._is_sequence and len(data) == 0:  # type: ignore[arg-type]
+        if self._is_sequence and len(data) == 0:
             raise ValueError("prompts are empty; give at least one prompt.")
         if not self._is_sequence and (shuffle or num_epochs is not None):
             raise ValueError(

@@ -1,0 +1,99 @@
+"""Windows between buffer and trainer: drawing, repeating over epochs, what is under way, packing."""
+
+import pytest
+import torch
+from tensordict import lazy_stack
+
+from torchrl_asyncgrpo import TreePacker, make_replay_buffer, make_rollout
+from torchrl_asyncgrpo.trainers.window import WindowReader
+
+
+def group(group_id):
+    return [make_rollout([1, 2, 3 + i], [0, 1, 1], [0.0, -1.0, -1.0], group_id=group_id) for i in range(2)]
+
+
+def make(groups=1, blocking=False, waiting=4, packer=None):
+    buffer = make_replay_buffer(batch_size=1, current_version=lambda: 0, timeout=0.05)
+    for i in range(waiting):
+        buffer.extend(group(i))
+    return buffer, WindowReader(buffer, packer or TreePacker(), groups=groups, blocking=blocking, device=None)
+
+
+def ids(window):
+    return [int(row["group_id"]) for row in window.unbind(0)]
+
+
+def test_in_turn_takes_what_waits_and_ends_the_epoch():
+    buffer, reader = make(groups=2, waiting=5)
+    reader.begin_epoch(0)
+    windows = []
+    with pytest.raises(StopIteration):
+        while True:
+            windows.append(ids(reader.draw(None)))
+            reader.finish(last_epoch=True)
+    assert windows == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert buffer.waiting_group_ids == [4]
+
+
+def test_later_epochs_repeat_the_windows_and_only_the_last_releases():
+    buffer, reader = make(groups=2)
+    for epoch in range(3):
+        reader.begin_epoch(epoch)
+        for expected in ([0, 0, 1, 1], [2, 2, 3, 3]):
+            assert ids(reader.draw(None)) == expected
+            done = reader.finish(last_epoch=epoch == 2)
+            assert done == (4 if epoch == 2 else 0)
+        if epoch < 2:
+            assert buffer.occupied == 2
+    assert buffer.occupied == 0
+    with pytest.raises(StopIteration):
+        reader.draw(None)
+
+
+def test_beside_waits_for_the_buffer_and_notes_its_end():
+    buffer, reader = make(blocking=True, waiting=0)
+    reader.begin_epoch(0)
+    with pytest.raises(TimeoutError):
+        reader.draw(None)
+    assert not reader.exhausted
+    assert reader.phase.seconds["wait"] > 0
+    buffer.close()
+    with pytest.raises(StopIteration):
+        reader.draw(None)
+    assert reader.exhausted
+
+
+def test_without_a_buffer_the_batch_is_the_window():
+    reader = WindowReader(None, TreePacker(), groups=None, blocking=False, device=None)
+    batch = lazy_stack([*group(0), *group(1)])
+    for epoch in range(2):
+        reader.begin_epoch(epoch)
+        assert ids(reader.draw(batch)) == [0, 0, 1, 1]
+        with pytest.raises(StopIteration):
+            reader.draw(batch)
+
+
+def test_pack_gives_a_stack_of_micro_batches():
+    _, reader = make(groups=4, packer=TreePacker(min_micro_batches=3))
+    reader.begin_epoch(0)
+    stack = reader.pack(reader.draw(None))
+    assert len(stack) == 3
+    assert [type(batch).__name__ for batch in stack.unbind(0)] == ["TreeBatch"] * 3
+
+
+def test_state_is_the_window_under_way(tmp_path):
+    _, reader = make(groups=2)
+    assert reader.state_dict() == {"under_way": []}
+    reader.begin_epoch(0)
+    window = reader.draw(None)
+    torch.save(reader.state_dict(), tmp_path / "state.pt")
+    buffer, resumed = make(waiting=0)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert resumed.restored
+    assert resumed.state_dict()["under_way"][0]["token_ids"].tolist() == [1, 2, 3]
+    resumed.begin_epoch(0)
+    for ours, theirs in zip(resumed.draw(None).unbind(0), window.unbind(0), strict=True):
+        assert (ours == theirs).all()
+    assert not resumed.restored
+    reader.finish(last_epoch=True)
+    assert reader.state_dict() == {"under_way": []}

@@ -41,8 +41,8 @@ def main(cfg: DictConfig) -> None:
     path = resolve_model(cfg.model.name)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype)
-    prompts = make_prompts(cfg.task.num_prompts, seed=cfg.train.seed)
-    examples = make_prompts(8, seed=cfg.train.seed + 1)
+    prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
+    examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
     before = greedy_answers(model, tokenizer, examples, cfg.sampling.max_tokens)
 
     # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers

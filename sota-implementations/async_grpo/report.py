@@ -48,13 +48,13 @@ def greedy_answers(
 ) -> list[str]:
     """The most likely answer to each prompt, one at a time."""
     answers = []
-    for prompt in prompts:
-        inputs = tokenizer.apply_chat_template(
-            prompt["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(model.device)
-        output = model.generate(
-            **inputs, do_sample=False, max_new_tokens=max_tokens, pad_token_id=tokenizer.pad_token_id
-        )
+    for row in prompts:
+        prompt, options = row["prompt"], {}
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            options["add_special_tokens"] = False
+        inputs = tokenizer(prompt, return_tensors="pt", **options).to(model.device)
+        output = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
         answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return answers
 
@@ -63,6 +63,7 @@ def comparison_table(prompts: Sequence[dict[str, Any]], before: Sequence[str], a
     """A table in Markdown: prompt, right answer, answer before and after training."""
     lines = ["| prompt | answer | before | after |", "|---|---|---|---|"]
     for prompt, old, new in zip(prompts, before, after, strict=True):
-        cells = [prompt["prompt"][-1]["content"], str(prompt["answer"]), old, new]
+        text = prompt["prompt"] if isinstance(prompt["prompt"], str) else prompt["prompt"][-1]["content"]
+        cells = [text, str(prompt["answer"]), old, new]
         lines.append("| " + " | ".join(cell.strip().replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)

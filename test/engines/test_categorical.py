@@ -60,12 +60,20 @@ def test_frequencies_pass_a_chi_square_test():
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-53])
 def test_a_token_of_probability_zero_is_never_drawn(dtype, uniform):
     vocabulary = 2 * BLOCK_WIDTH
-    for possible in ([BLOCK_WIDTH - 1], [BLOCK_WIDTH], [3, vocabulary - 2]):
+    for possible in ([BLOCK_WIDTH - 1], [BLOCK_WIDTH], [BLOCK_WIDTH + 5], [3, vocabulary - 2]):
         logits = torch.full((vocabulary,), -math.inf, dtype=dtype)
         logits[possible] = torch.randn(len(possible)).to(dtype)
         token, log_prob = draw(logits, [uniform])
         assert token.item() in possible
         assert math.isfinite(log_prob.item())
+
+
+def test_the_largest_uniform_draws_a_token_of_the_vocabulary():
+    vocabulary, rows = 2 * BLOCK_WIDTH, 100
+    logits = torch.randn(rows, vocabulary)
+    uniform = torch.full((rows,), 1 - 2**-53, dtype=torch.float64)
+    token, _ = sample_categorical(logits, torch.arange(rows), torch.ones(rows, dtype=torch.float64), uniform)
+    assert token.tolist() == [vocabulary - 1] * rows
 
 
 def test_a_row_far_from_zero_keeps_its_precision():

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
 from torchrl_asyncgrpo.engines.group_attention import GROUP_ATTENTION
-from torchrl_asyncgrpo.engines.onednn_linear import use_onednn
+from torchrl_asyncgrpo.kernels.linear import use_onednn
 from torchrl_asyncgrpo.engines.weight_slots import WeightSlots
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}

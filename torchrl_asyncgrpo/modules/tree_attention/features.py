@@ -29,7 +29,7 @@ def refuse(feature: str, model_type: str, backend: str) -> NoReturn:
         ValueError: always, naming the feature, the model type and the backends that can.
     """
     able = HONOURED_BY.get(feature.split(":")[0], ())
-    remedy = f"use backend {' or '.join(map(repr, able))}" if able else "no backend can; train it on flat batches"
+    remedy = f"use backend {' or '.join(map(repr, able))}" if able else "no tree attention backend can"
     raise ValueError(
         f"Tree attention backend {backend!r} cannot honour {feature} of model type {model_type!r}: {remedy}."
     )

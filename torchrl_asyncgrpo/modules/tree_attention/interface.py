@@ -123,8 +123,8 @@ def _check_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: A
     if tree is None:
         raise ValueError(
             f"{type(module).__name__} was given the mask of a tree without the tree: model type "
-            f"{config.model_type!r} does not pass keyword arguments on to its attention function, and no tree "
-            "attention backend can serve it; train it on flat batches."
+            f"{config.model_type!r} does not pass keyword arguments on to its attention function; no tree "
+            "attention backend can serve it."
         )
     if not is_tree_mask(attention_mask):
         raise ValueError(

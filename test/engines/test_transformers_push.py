@@ -104,6 +104,38 @@ def test_a_push_from_another_thread_lands_between_two_steps(engine, monkeypatch)
     assert fresh.log_probs == pytest.approx(naive_log_probs(new, prompt, fresh).tolist(), abs=1e-9)
 
 
+def test_pause_waits_for_the_step_that_runs(engine, monkeypatch):
+    running, go_on, returned = threading.Event(), threading.Event(), threading.Event()
+    forward = engine._model.forward
+
+    def held(*args, **kwargs):
+        running.set()
+        assert go_on.wait(60)
+        assert not returned.is_set()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine._model, "forward", held)
+
+    def pauser():
+        assert running.wait(60)
+        engine.pause()
+        returned.set()
+
+    async def main():
+        task = asyncio.create_task(engine.generate([1, 2], PARAMS))
+        assert not await asyncio.to_thread(returned.wait, 0.3)
+        go_on.set()
+        assert await asyncio.to_thread(returned.wait, 60)
+        returned.clear()
+        engine.resume()
+        return await task
+
+    thread = threading.Thread(target=pauser)
+    thread.start()
+    assert len(asyncio.run(main())) == 3
+    thread.join()
+
+
 def test_nothing_is_sampled_while_paused(engine):
     async def main():
         engine.pause()

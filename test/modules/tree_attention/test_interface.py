@@ -44,7 +44,7 @@ def test_a_model_that_no_backend_can_honour_is_refused_by_name(model_type: str, 
     config, feature = REFUSED[model_type]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config)).eval()
     before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=rf"(?s)({feature}).*'{model_type}'.*no backend can"):
+    with pytest.raises(ValueError, match=rf"(?s)({feature}).*'{model_type}'.*no tree attention backend can"):
         install(model, backend)
     assert model.config._attn_implementation == before
 

@@ -2,7 +2,7 @@
 
 A block fenced as ``python`` is executed, ``python no-run`` is only compiled. The blocks of a page share one namespace
 that already holds ``model`` and ``tokenizer``, and get the same two from ``from_pretrained``, whatever name they ask
-for. A line ``print(...)  # text`` promises its output.
+for. A line ``print(...)  # text`` promises its output, and so does a ``text`` block right behind a Python block.
 """
 
 import contextlib
@@ -19,15 +19,23 @@ from torchrl_asyncgrpo.data import pretrained
 
 ROOT = Path(__file__).parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if page.exists()]
-FENCE = re.compile(r"^```python(?P<no_run> no-run)?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```python(?P<no_run> no-run)?\n(?P<code>.*?)^```$(?:\n\n```text\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
 PROMISE = re.compile(r"^print\(.*\)  # (.+)$", re.MULTILINE)
 
 
 def blocks(page):
-    """First line, code and whether it runs, of every Python block of a page."""
+    """First line, code, whether it runs, and promised output of every Python block of a page."""
     text = page.read_text(encoding="utf-8")
     return [
-        (text.count("\n", 0, match.start("code")) + 1, match["code"], match["no_run"] is None)
+        (
+            text.count("\n", 0, match.start("code")) + 1,
+            match["code"],
+            match["no_run"] is None,
+            PROMISE.findall(match["code"]) + (match["output"] or "").splitlines(),
+        )
         for match in FENCE.finditer(text)
     ]
 
@@ -45,7 +53,7 @@ def test_examples_run_and_print_what_they_promise(page, tmp_path, monkeypatch):
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, tokenizer=namespace["tokenizer"]: tokenizer)
     monkeypatch.setattr(pretrained, "resolve_model", lambda name: name)
     try:
-        for line, code, runs in blocks(page):
+        for line, code, runs, promised in blocks(page):
             program = compiled(page, line, code)
             if not runs:
                 continue
@@ -53,7 +61,6 @@ def test_examples_run_and_print_what_they_promise(page, tmp_path, monkeypatch):
             with contextlib.redirect_stdout(printed), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 exec(program, namespace)
-            promised = PROMISE.findall(code)
             assert printed.getvalue().splitlines()[: len(promised)] == promised, f"{page.name}:{line}"
     finally:
         for name in ("collector", "engine"):
@@ -61,16 +68,16 @@ def test_examples_run_and_print_what_they_promise(page, tmp_path, monkeypatch):
                 namespace[name].shutdown()
 
 
-def test_every_python_fence_is_known():
+def test_no_python_block_is_overlooked():
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert len(re.findall(r"^\s*[`~:]{3,}\s*\{?(python|py|code)", text, re.MULTILINE)) == len(blocks(page)), page.name
+        opened = re.findall(r"^\s*[`~:]{3,}\s*\{?(?:python|py|code)", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(opened) == len(blocks(page)), page.name
 
 
 def test_an_example_that_breaks_fails(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("words\n\n```python\nx = 1\nprint(x)  # 2\n```\n\n```python no-run\nanything()\n```\n")
-    assert [(line, runs) for line, _, runs in blocks(page)] == [(4, True), (9, False)]
+    assert [(line, runs) for line, _, runs, _ in blocks(page)] == [(4, True), (9, False)]
     with pytest.raises(AssertionError, match=r"page.md:4"):
         test_examples_run_and_print_what_they_promise(page, tmp_path, monkeypatch)
     page.write_text("words\n\n```python\nraise LookupError\n```\n")

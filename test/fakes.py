@@ -73,6 +73,10 @@ class ScriptedEngine:
         """Let ``requests`` further requests finish, in the order they were made."""
         self._gate.release(requests)
 
+    def check(self, params):
+        if not params.keeps_whole_vocabulary:
+            raise ValueError(f"top_p={params.top_p} is not sampled here")
+
     async def generate(self, prompt_ids, params):
         number = len(self.requests)
         self.requests.append((list(prompt_ids), params))

@@ -26,7 +26,7 @@ def make(
         prompts if not isinstance(prompts, tuple) else list(prompts),
         rewards,
         tokenizer=character_tokenizer(),
-        sampling_params=SamplingParams(max_tokens=4, n=options.pop("n", 3)),
+        sampling_params=SamplingParams(max_tokens=4, n=options.pop("n", 3), top_p=options.pop("top_p", 1.0)),
         **options,
     )
     return collector, buffer, engine
@@ -274,6 +274,7 @@ def test_seed_changes_every_sample():
         (dict(prompts=["x" * 64]), "64 tokens.*no room for one token"),
         (dict(groups_per_step=0), "groups_per_step=0"),
         (dict(rewards=[]), "reward_funcs is empty"),
+        (dict(top_p=0.9), "top_p=0.9"),
     ],
 )
 def test_bad_arguments_are_found_at_construction(options, message):

@@ -45,6 +45,15 @@ def test_weighted_sum_of_sync_and_async_functions():
     assert score([lengths, ones_async], [0.5, 10.0]) == [11.0, 11.5]
 
 
+def test_object_with_an_async_call():
+    class Judge:
+        async def __call__(self, completions, **_):
+            await asyncio.sleep(0)
+            return [0.5 for _ in completions]
+
+    assert score(Judge()) == [0.5, 0.5]
+
+
 def test_none_leaves_a_completion_to_the_other_functions_or_unscored():
     assert score([lambda **_: [None, 2.0], lengths]) == [2.0, 5.0]
     first, second = score(lambda **_: [None, 2.0])

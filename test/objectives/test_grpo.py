@@ -252,6 +252,7 @@ def test_gradient_of_a_window_is_the_same_for_every_packing(make, tolerance, dat
     [
         (dict(clip_epsilon=1.0), r"clip_epsilon=1.0.*\[0, 1\)"),
         (dict(clip_epsilon=(0.2, -0.1)), "clip_epsilon"),
+        (dict(clip_epsilon=[0.2, 0.2, 0.2]), "clip_epsilon=.*pair"),
         (dict(entropy_coeff=-1.0), "entropy_coeff=-1.0"),
         (dict(kl_to_ref_coeff=NAN), "kl_to_ref_coeff"),
         (dict(aggregation="sum"), "'sum'"),

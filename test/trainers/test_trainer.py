@@ -442,6 +442,51 @@ def test_asynchronous_resume_trains_every_draw_once(run, tmp_path):
     assert set(range(max(trained) + 1)) - set(trained) == set() or dropped
 
 
+def test_interrupted_window_is_trained_when_training_goes_on(run):
+    trained = []
+    parts = run(total_frames=18)
+    parts.trainer.register_op(
+        "post_optim_log", lambda b: trained.extend(g for m in b.unbind(0) for g in m["rollout", "group_id"].unique().tolist())
+    )
+    term, calls = parts.loss.policy_term, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return term(*arguments)
+
+    parts.loss.policy_term = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        parts.trainer.train()
+    parts.trainer.train()
+    assert trained == [0, 1, 2, 3, 4, 5]
+
+
+def test_checkpoint_holds_weights_and_optimizer_once(run):
+    parts = run()
+    state = parts.trainer.state_dict()
+    assert "optimizer" not in state
+    assert "exp_avg" in str(state["optimization_stepper"]) or state["optimization_stepper"]["optimizer"]["state"] == {}
+    assert parts.trainer._checkpoint_policy() is None
+
+
+@pytest.mark.parametrize("stage", ["optimizer", "post_loss", "process_loss"])
+def test_stages_that_would_never_run_are_refused(run, stage):
+    with pytest.raises(ValueError, match=f"'{stage}'.*'pre_optim'"):
+        run().trainer.register_op(stage, lambda *a: None)
+
+
+def test_buffer_that_drops_what_the_collector_may_sample_is_refused(run):
+    parts = run(max_staleness=1)
+    parts.collector.max_staleness = 2
+    with pytest.raises(ValueError, match="max_staleness=2.*staler than 1"):
+        AsyncGRPOTrainer(
+            collector=parts.collector, loss_module=parts.loss, optimizer=parts.optimizer, replay_buffer=parts.buffer,
+            total_frames=6, async_collection=True,
+        )  # fmt: skip
+
+
 def test_torchrl_grpo_trainer_accepts_our_parts(run):
     for sync in (True, False):
         parts = run(sync=sync, max_staleness=0 if sync else 1)

@@ -69,6 +69,7 @@ def test_without_a_buffer_the_batch_is_the_window():
     for epoch in range(2):
         reader.begin_epoch(epoch)
         assert ids(reader.draw(batch)) == [0, 0, 1, 1]
+        reader.finish(last_epoch=epoch == 1)
         with pytest.raises(StopIteration):
             reader.draw(batch)
 
@@ -81,6 +82,15 @@ def test_pack_gives_a_stack_of_micro_batches():
     assert [type(batch).__name__ for batch in stack.unbind(0)] == ["TreeBatch"] * 3
 
 
+def test_unfinished_window_is_drawn_again():
+    _, reader = make(groups=2)
+    for expected in ([0, 0, 1, 1], [0, 0, 1, 1]):
+        reader.begin_epoch(0)
+        assert ids(reader.draw(None)) == expected
+    reader.finish(last_epoch=True)
+    assert ids(reader.draw(None)) == [2, 2, 3, 3]
+
+
 def test_state_is_the_window_under_way(tmp_path):
     _, reader = make(groups=2)
     assert reader.state_dict() == {"under_way": []}
@@ -89,11 +99,12 @@ def test_state_is_the_window_under_way(tmp_path):
     torch.save(reader.state_dict(), tmp_path / "state.pt")
     buffer, resumed = make(waiting=0)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert resumed.restored
+    assert resumed.interrupted
     assert resumed.state_dict()["under_way"][0]["token_ids"].tolist() == [1, 2, 3]
     resumed.begin_epoch(0)
     for ours, theirs in zip(resumed.draw(None).unbind(0), window.unbind(0), strict=True):
         assert (ours == theirs).all()
-    assert not resumed.restored
+    resumed.finish(last_epoch=True)
+    assert not resumed.interrupted
     reader.finish(last_epoch=True)
     assert reader.state_dict() == {"under_way": []}

@@ -57,7 +57,7 @@ class AsyncLLMCollector(BaseCollector):
         seed: seed of sampling; group ``g`` draws from a stream derived from ``(seed, g)``.
 
     Raises:
-        ValueError: if an argument is out of range, the engine refuses the sampling parameters' kind, a prompt leaves
+        ValueError: if an argument is out of range, the engine refuses the sampling parameters, a prompt leaves
             no room for one token, or chats are given without a chat template.
         TypeError: if a reward function cannot be called.
     """
@@ -104,6 +104,7 @@ class AsyncLLMCollector(BaseCollector):
         self._wake: asyncio.Event | None = None
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
+        engine.check(sampling_params)
         for draw in self.prompts.head(CHECKED_PROMPTS):
             encode_prompt(tokenizer, draw, engine.max_length)
         if isinstance(replay_buffer, GroupReplayBuffer):

@@ -77,6 +77,8 @@ class RewardFunctions:
             else:
                 call = functools.partial(function, **arguments)
                 values = await asyncio.get_running_loop().run_in_executor(executor, call)
+                if inspect.isawaitable(values):  # an object with an async __call__, or a function that returns one
+                    values = await values
             for i, value in enumerate(_checked(function, values, len(completions))):
                 if value is not None:
                     total[i] = weight * value + (0.0 if math.isnan(total[i]) else total[i])

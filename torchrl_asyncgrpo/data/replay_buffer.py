@@ -213,6 +213,11 @@ class GroupReplayBuffer(ReplayBuffer):
             waiting = len(self._sampler.groups)
             return waiting >= (batch_size or self._batch_size) or (self._closed and waiting > 0)
 
+    @property
+    def max_staleness(self) -> int | None:
+        """Highest staleness that is handed out; None for no limit."""
+        return self._sampler.max_staleness
+
     # --- slots -----------------------------------------------------------------------------------
     @property
     def occupied(self) -> int:

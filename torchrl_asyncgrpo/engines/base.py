@@ -83,6 +83,10 @@ class Engine(Protocol):
     #: most tokens of prompt and completion together
     max_length: int
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise ``ValueError``, naming what and why, if the engine cannot sample so that log-probs are the policy's."""
+        ...
+
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample ``params.n`` completions of one prompt; requests made in one tick of the event loop are batched."""
         ...

@@ -83,6 +83,20 @@ class TransformersEngine:
         self._paused = False
         self._closed = False
 
+    def check(self, params: SamplingParams) -> None:
+        """Refuse what reshapes the distribution.
+
+        Raises:
+            ValueError: if top-p, top-k, min-p or a repetition penalty is set.
+        """
+        if not params.keeps_whole_vocabulary:
+            raise ValueError(
+                f"top_p={params.top_p}, top_k={params.top_k}, min_p={params.min_p}, repetition_penalty="
+                f"{params.repetition_penalty}: the trainer's distribution is the whole vocabulary, so that the "
+                "importance ratio of unchanged weights would not be 1. Leave them at 1, 0, 0 and 1 and "
+                "lower the temperature instead."
+            )
+
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Completion]:
         """Sample ``params.n`` completions of one prompt.
 
@@ -176,13 +190,7 @@ class TransformersEngine:
             request.cancel()
 
     def _request(self, prompt_ids: tuple[int, ...], params: SamplingParams, loop: asyncio.AbstractEventLoop) -> Request:
-        if not params.keeps_whole_vocabulary:
-            raise ValueError(
-                f"top_p={params.top_p}, top_k={params.top_k}, min_p={params.min_p}, repetition_penalty="
-                f"{params.repetition_penalty}: the trainer's distribution is the whole vocabulary, so that the "
-                "importance ratio of unchanged weights would not be 1. Leave them at 1, 0, 0 and 1 and "
-                "lower the temperature instead."
-            )
+        self.check(params)
         if not prompt_ids:
             raise ValueError("the prompt is empty; it needs at least one token, such as the begin-of-text token.")
         if len(prompt_ids) >= self.max_length:

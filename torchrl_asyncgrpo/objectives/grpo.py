@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensordict import TensorDict, TensorDictBase
@@ -69,14 +71,15 @@ class GRPOLoss(LossModule):
         self,
         actor_network: TensorDictModuleBase,
         *,
-        clip_epsilon: float | tuple[float, float] = 0.2,
+        clip_epsilon: float | Sequence[float] = 0.2,
         aggregation: functional.Aggregation = "token-mean",
         constant: float | None = None,
         entropy_coeff: float = 0.0,
         kl_to_ref_coeff: float = 0.0,
     ) -> None:
         super().__init__()
-        low, high = clip_epsilon if isinstance(clip_epsilon, tuple) else (clip_epsilon, clip_epsilon)
+        widths = tuple(clip_epsilon) if isinstance(clip_epsilon, Sequence) else (clip_epsilon, clip_epsilon)
+        low, high = widths if len(widths) == 2 else (math.nan, math.nan)
         if not 0 <= low < 1 or not high >= 0:
             raise ValueError(
                 f"clip_epsilon={clip_epsilon}; the low width lies in [0, 1), the high one is >= 0: give one number "

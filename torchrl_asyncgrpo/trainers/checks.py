@@ -8,6 +8,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
+from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
@@ -44,6 +45,12 @@ def check_parts(
         raise ValueError(
             f"a window takes {groups} groups, but the collector holds at most {limit} = (max_staleness + 1) · "
             f"groups_per_step, so that no window would ever be full; set groups_per_step={groups}."
+        )
+    gate = replay_buffer.max_staleness if isinstance(replay_buffer, GroupReplayBuffer) else None
+    if async_collection and gate is not None and collector.max_staleness > gate:
+        raise ValueError(
+            f"the collector runs ahead by max_staleness={collector.max_staleness} and the replay buffer drops what is "
+            f"staler than {gate}, so that groups would be sampled for nothing; give both one max_staleness."
         )
     shared = isinstance(sender, LocalWeightSyncSender) and sender.engine.shares_weights
     if async_collection and shared and collector.max_staleness > 0:

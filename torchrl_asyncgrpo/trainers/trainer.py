@@ -241,6 +241,11 @@ class AsyncGRPOTrainer(Trainer):
             op: the operation.
             kwargs: given to every call of ``op``.
         """
+        if dest in ("post_loss", "process_loss", "optimizer"):
+            raise ValueError(
+                f"the stage {dest!r} has no place around a window of micro-batches; use 'pre_optim' (gradients complete) or "
+                "'post_optim', change the loss module, or give an optimization_stepper of your own."
+            )
         if dest == "pre_optim":
             self._pre_optim_step_ops.append((self._wrap_hook_with_timing(op), kwargs))
         else:
@@ -294,8 +299,8 @@ class AsyncGRPOTrainer(Trainer):
                 self.collector.shutdown()
 
     def _batches(self) -> Iterator[TensorDictBase | None]:
-        if self.reader.restored:
-            yield None  # the window that a checkpoint interrupted, before anything is collected for the next
+        if self.reader.interrupted:
+            yield None  # its window first, before anything is collected for the next
         if self.async_collection:
             while not self.reader.exhausted:
                 yield None
@@ -379,6 +384,14 @@ class AsyncGRPOTrainer(Trainer):
         if not self.progress_bar:
             return
         self._pbar.set_postfix_str(bar_text(self._pbar_str))
+
+    def _checkpoint_policy(self) -> None:
+        """Nothing beside the loss module, which holds the policy's weights already."""
+
+    def _checkpoint_optimizer(self) -> Any | None:
+        """Nothing where the stepper saves the optimizer already."""
+        own = isinstance(self.optimization_stepper, WindowOptimizationStepper)
+        return None if own else super()._checkpoint_optimizer()
 
     def _save_trainer(self) -> None:
         holding = self.collector.pause() if isinstance(self.collector, AsyncLLMCollector) else contextlib.nullcontext()

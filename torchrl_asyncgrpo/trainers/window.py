@@ -21,8 +21,8 @@ class WindowReader(TrainerHookBase):
 
     Two ``process_optim_batch`` operations: ``draw`` returns the rollouts [R] of a window, ``pack`` the lazy stack [K]
     of its micro-batches. The windows of one collected batch are drawn in the first epoch and repeated in the others.
-    A window stays "under way" until ``finish``: a checkpoint taken in between holds it, and a resumed run trains it
-    first.
+    A window stays "under way" until ``finish``: what is interrupted in between, in this process or at a checkpoint, is
+    drawn again first.
 
     Attributes:
         exhausted: True when the source has ended and every group was handed out.
@@ -54,14 +54,13 @@ class WindowReader(TrainerHookBase):
         self.exhausted = False
         self.under_way: list[TensorDictBase] | None = None
         self._windows: list[list[TensorDictBase]] = []
-        self._restored: list[TensorDictBase] | None = None
         self._epoch = 0
         self._next = 0
 
     @property
-    def restored(self) -> bool:
-        """True while a window that a checkpoint interrupted waits to be trained."""
-        return self._restored is not None
+    def interrupted(self) -> bool:
+        """True while a window waits that was drawn and not finished, in this run or in the one that was saved."""
+        return self.under_way is not None
 
     def begin_epoch(self, epoch: int) -> None:
         """Start pass ``epoch`` over the windows of the collected batch."""
@@ -83,15 +82,13 @@ class WindowReader(TrainerHookBase):
                 raise StopIteration
             self.under_way = self._windows[self._next]
         else:
-            self.under_way = self._draw_new(batch)
+            if self.under_way is None:
+                self.under_way = self._draw_new(batch)
             self._windows.append(self.under_way)
         self._next += 1
         return lazy_stack(self.under_way)
 
     def _draw_new(self, batch: TensorDictBase | None) -> list[TensorDictBase]:
-        if self._restored is not None:
-            window, self._restored = self._restored, None
-            return window
         buffer = self.replay_buffer
         if buffer is None:
             if batch is None or self._windows:
@@ -139,10 +136,8 @@ class WindowReader(TrainerHookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Rollouts of the window under way, if there is one."""
-        window = self.under_way or self._restored or []
-        return {"under_way": [rollout.to_dict() for rollout in window]}
+        return {"under_way": [rollout.to_dict() for rollout in self.under_way or []]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Train the saved window first."""
-        self._restored = [TensorDict(row, batch_size=[]) for row in state_dict["under_way"]] or None
-        self.under_way = None
+        self.under_way = [TensorDict(row, batch_size=[]) for row in state_dict["under_way"]] or None

@@ -446,7 +446,8 @@ def test_interrupted_window_is_trained_when_training_goes_on(run):
     trained = []
     parts = run(total_frames=18)
     parts.trainer.register_op(
-        "post_optim_log", lambda b: trained.extend(g for m in b.unbind(0) for g in m["rollout", "group_id"].unique().tolist())
+        "post_optim_log",
+        lambda b: trained.extend(g for m in b.unbind(0) for g in m["rollout", "group_id"].unique().tolist()),
     )
     term, calls = parts.loss.policy_term, []
 

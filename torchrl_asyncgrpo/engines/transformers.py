@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
 from torchrl_asyncgrpo.engines.group_attention import GROUP_ATTENTION
-from torchrl_asyncgrpo.kernels.linear import use_onednn
 from torchrl_asyncgrpo.engines.weight_slots import WeightSlots
+from torchrl_asyncgrpo.kernels.linear import use_onednn
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 

@@ -1,8 +1,8 @@
 """Seconds per step of ``make train`` against TRL's GRPOTrainer on the same job: python benchmarks/end_to_end.py.
 
-SmolLM2-135M-Instruct in float32, single-digit sums without a system prompt, 16 prompts × 8 completions × 12 tokens, AdamW
-at 5e-6, the reward of the main job. Each side trains in a process of its own; its first steps are left out, and the mean
-of the others is compared, sampling, reward, loss, backward, update and weight push included.
+SmolLM2-135M-Instruct in float32, single-digit sums without a system prompt, 16 prompts × 8 completions × 12 tokens,
+AdamW at 5e-6, the reward of the main job. Each side trains in a process of its own; its first steps are left out, and
+the mean of the others is compared, sampling, reward, loss, backward, update and weight push included.
 """
 
 from __future__ import annotations

@@ -444,11 +444,12 @@ def test_asynchronous_resume_trains_every_draw_once(run, tmp_path):
 
 def test_interrupted_window_is_trained_when_training_goes_on(run):
     trained = []
+
+    def watch(batches):
+        trained.extend(g for batch in batches.unbind(0) for g in batch["rollout", "group_id"].unique().tolist())
+
     parts = run(total_frames=18)
-    parts.trainer.register_op(
-        "post_optim_log",
-        lambda b: trained.extend(g for m in b.unbind(0) for g in m["rollout", "group_id"].unique().tolist()),
-    )
+    parts.trainer.register_op("post_optim_log", watch)
     term, calls = parts.loss.policy_term, []
 
     def interrupted(*arguments):
@@ -617,6 +618,7 @@ def test_shared_weights_cannot_run_ahead(run):
     with pytest.raises(ValueError, match="shares the trainer's weights.*copy_weights=True.*max_staleness=0"):
         AsyncGRPOTrainer(
             collector=parts.collector, loss_module=parts.loss, optimizer=parts.optimizer, total_frames=6,
-            replay_buffer=parts.buffer, async_collection=True, weight_sync_sender=LocalWeightSyncSender(parts.model, engine),
+            replay_buffer=parts.buffer, async_collection=True,
+            weight_sync_sender=LocalWeightSyncSender(parts.model, engine),
         )  # fmt: skip
     engine.shutdown()

@@ -26,12 +26,11 @@ def ids(window):
 def test_in_turn_takes_what_waits_and_ends_the_epoch():
     buffer, reader = make(groups=2, waiting=5)
     reader.begin_epoch(0)
-    windows = []
+    for expected in ([0, 0, 1, 1], [2, 2, 3, 3]):
+        assert ids(reader.draw(None)) == expected
+        reader.finish(last_epoch=True)
     with pytest.raises(StopIteration):
-        while True:
-            windows.append(ids(reader.draw(None)))
-            reader.finish(last_epoch=True)
-    assert windows == [[0, 0, 1, 1], [2, 2, 3, 3]]
+        reader.draw(None)
     assert buffer.waiting_group_ids == [4]
 
 
@@ -97,7 +96,7 @@ def test_state_is_the_window_under_way(tmp_path):
     reader.begin_epoch(0)
     window = reader.draw(None)
     torch.save(reader.state_dict(), tmp_path / "state.pt")
-    buffer, resumed = make(waiting=0)
+    _, resumed = make(waiting=0)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.interrupted
     assert resumed.state_dict()["under_way"][0]["token_ids"].tolist() == [1, 2, 3]

@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig
-from report import comparison_table, greedy_answers, plot_course
+from report import comparison_table, plot_course, sampled_answers
 from sums import last_number_is_sum, make_prompts
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype)
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
-    before = greedy_answers(model, tokenizer, examples, cfg.sampling.max_tokens)
+    before = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
 
     # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers
     engine = TransformersEngine(model)
@@ -105,7 +105,8 @@ def main(cfg: DictConfig) -> None:
 
     if trainer.collected_frames:
         plot_course(output / "csv", output / "reward.png")
-    table = comparison_table(examples, before, greedy_answers(model, tokenizer, examples, cfg.sampling.max_tokens))
+    after = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
+    table = comparison_table(examples, before, after)
     (output / "answers.md").write_text(table + "\n")
     model.set_attn_implementation("sdpa")
     model.save_pretrained(output / "model")

@@ -43,10 +43,15 @@ def plot_course(log_dir: Path, picture: Path) -> None:
 
 
 @torch.no_grad()
-def greedy_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[dict[str, Any]], max_tokens: int
+def sampled_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[dict[str, Any]],
+    max_tokens: int,
+    temperature: float,
 ) -> list[str]:
-    """The most likely answer to each prompt, one at a time."""
+    """One answer to each prompt, sampled as in training and with the same seed at every call."""
+    torch.manual_seed(0)
     answers = []
     for row in prompts:
         prompt, options = row["prompt"], {}
@@ -54,7 +59,9 @@ def greedy_answers(
             prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
             options["add_special_tokens"] = False
         inputs = tokenizer(prompt, return_tensors="pt", **options).to(model.device)
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
+        output = model.generate(
+            **inputs, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_tokens
+        )
         answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return answers
 

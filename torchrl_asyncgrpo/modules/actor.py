@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.kernels.heap import release_free_pages
 from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
 from torchrl_asyncgrpo.modules.log_prob import HeadTransform, token_log_prob
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, install
@@ -99,6 +100,8 @@ class TreeActor(TensorDictModuleBase):
             The same batch.
         """
         input_ids_T = tensordict[schema.NODE_INPUT_IDS]
+        if input_ids_T.device.type == "cpu":
+            release_free_pages()
         node_M, parent_M = trained_nodes(tensordict[schema.ENTRY_NODE], tensordict[schema.NODE_PARENT])
         parent_P, position_M = parent_M.unique_consecutive(return_inverse=True)
         hidden_PD = self.hidden_states(tensordict)[parent_P]

@@ -243,8 +243,8 @@ class AsyncGRPOTrainer(Trainer):
         """
         if dest in ("post_loss", "process_loss", "optimizer"):
             raise ValueError(
-                f"the stage {dest!r} has no place around a window of micro-batches; use 'pre_optim', when gradients are "
-                "complete, or 'post_optim', change the loss module, or give an optimization_stepper of your own."
+                f"the stage {dest!r} has no place around a window of micro-batches; use 'pre_optim', when gradients "
+                "are complete, or 'post_optim', change the loss module, or give an optimization_stepper of your own."
             )
         if dest == "pre_optim":
             self._pre_optim_step_ops.append((self._wrap_hook_with_timing(op), kwargs))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_oracle import NaiveTrie, random_rollouts
 
-from torchrl_asyncgrpo.modules.tree_attention import TreeLayout
+from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, rectangle
 from torchrl_asyncgrpo.modules.tree_attention.blocks import Plan, plan_blocks
 from torchrl_asyncgrpo.modules.tree_attention.kernel import _balanced_splits
 from torchrl_asyncgrpo.modules.tree_attention.reference import reference_attention
@@ -216,3 +216,41 @@ def test_heads_are_balanced_among_threads_by_the_fewest_parts() -> None:
     assert _balanced_splits(8, 4096, 2) == 1
     assert _balanced_splits(2, 4096, 8) == 4
     assert _balanced_splits(1, 300, 16) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("tile", [16, 50, 1024])
+def test_products_of_a_rectangle_equal_the_softmax(monkeypatch: pytest.MonkeyPatch, tile: int, threads: int) -> None:
+    monkeypatch.setattr(rectangle, "TILE", tile)
+    torch.set_num_threads(threads)
+    torch.manual_seed(3)
+    shapes = [(6, 70, 8), (2, 90, 8), (2, 90, 8)]
+    query, key, value = (torch.randn(s, dtype=torch.float64).mul_(3).requires_grad_() for s in shapes)
+    logit = query @ key.repeat_interleave(3, 0).transpose(-1, -2) * 0.7
+    expected = logit.softmax(-1) @ value.repeat_interleave(3, 0)
+    cotangent = torch.randn_like(expected)
+    with torch.no_grad():
+        output, lse = rectangle.forward(query, key, value, 0.7)
+        grads = rectangle.backward(query, key, value, cotangent, output, lse, 0.7, parts=threads)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(lse, logit.logsumexp(-1), rtol=0, atol=1e-10)
+    for a, b in zip(grads, torch.autograd.grad(expected, (query, key, value), cotangent), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_large_rectangles_in_float32_equal_float64(threads: int) -> None:
+    torch.set_num_threads(threads)
+    rng = random.Random(11)
+    prompt = [rng.randrange(23) for _ in range(900)]
+    tree = NaiveTrie([prompt + [i] + [rng.randrange(23) for _ in range(150)] for i in range(5)]).layout()
+    exact = random_heads(tree, heads=3, key_heads=1, width=64, value_width=64)
+    single = [x.detach().float().requires_grad_() for x in exact]
+    outputs = [
+        reference_attention(*exact[:3], tree, scaling=0.125, sinks_H=exact[3]),
+        segments_attention(*single[:3], tree, scaling=0.125, sinks_H=single[3]),
+    ]
+    torch.testing.assert_close(outputs[1].double(), outputs[0], rtol=0, atol=1e-5)
+    grads = [torch.autograd.grad(o.sin().sum(), x) for o, x in zip(outputs, (exact, single), strict=True)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b.double(), a, rtol=0, atol=1e-5 * max(1.0, float(a.abs().max())))

@@ -1,7 +1,9 @@
 """Attention over one block with its log-sum-exp, and its gradient under the log-sum-exp of the whole row.
 
-On CPU the aten flash kernels, which share a key head among a group of query heads without repeating it; elsewhere
-the same in plain PyTorch. Suffixes: N tiles, H query heads, G key heads, Q queries, K keys, D head width.
+On CPU the aten flash kernels, which share a key head among a group of query heads without repeating it, and matrix
+products for large rectangles; elsewhere the same in plain PyTorch.
+
+Suffixes: N tiles, H query heads, G key heads, Q queries, K keys, D head width.
 """
 
 from __future__ import annotations
@@ -11,8 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_asyncgrpo.kernels import linear
+from torchrl_asyncgrpo.modules.tree_attention import rectangle
+
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+_LARGE = 512 * 512
 
 
 class Operands(NamedTuple):
@@ -48,6 +56,9 @@ def forward(x: Operands, *, plain: bool = False) -> tuple[Tensor, Tensor]:
     """
     if plain or x.query_NHQD.device.type != "cpu":
         return _plain_forward(x)
+    if _suits_products(x):
+        output_HQD, lse_HQ = rectangle.forward(x.query_NHQD[0], x.key_NGKD[0], x.value_NGKD[0], x.scaling)
+        return output_HQD[None], lse_HQ[None]
     return _flash_forward(x.query_NHQD, x.key_NGKD, x.value_NGKD, attn_mask=x.bias_N1QK, scale=x.scaling)
 
 
@@ -69,6 +80,11 @@ def backward(x: Operands, rows: Rows, *, plain: bool = False) -> Gradients:
         return _plain_backward(x, rows)
     N, H, Q, _ = x.query_NHQD.shape
     splits = _balanced_splits(H, Q, torch.get_num_threads()) if N == 1 else 1
+    if _suits_products(x):
+        query_HQD, key_GKD, value_GKD = x.query_NHQD[0], x.key_NGKD[0], x.value_NGKD[0]
+        grad_HQD, output_HQD, lse_HQ = (r[0] for r in rows)
+        grads = rectangle.backward(query_HQD, key_GKD, value_GKD, grad_HQD, output_HQD, lse_HQ, x.scaling, splits)
+        return grads[0][None], grads[1][None], grads[2][None]
     if splits == 1:
         return _one_backward(x, rows)
     even = Q // splits * splits
@@ -77,6 +93,12 @@ def backward(x: Operands, rows: Rows, *, plain: bool = False) -> Gradients:
         return grads
     rest = _one_backward(*_cut(x, rows, slice(even, None)))
     return torch.cat([grads[0], rest[0]], dim=2), grads[1] + rest[1], grads[2] + rest[2]
+
+
+def _suits_products(x: Operands) -> bool:
+    """Whether matrix products, head by head, beat the flash kernels: on one large tile that hides nothing."""
+    N, _, Q, _ = x.query_NHQD.shape
+    return N == 1 and x.bias_N1QK is None and Q * x.key_NGKD.shape[2] >= _LARGE and linear.serves(x.query_NHQD)
 
 
 def _one_backward(x: Operands, rows: Rows) -> Gradients:
@@ -97,7 +119,7 @@ def _one_backward(x: Operands, rows: Rows) -> Gradients:
 def _balanced_splits(num_heads: int, num_queries: int, num_threads: int) -> int:
     """In how many parts to cut the queries: the fewest, of 128 or more, that keep the threads as busy as any do.
 
-    The flash backward gives whole heads to each thread: of 9 heads on 2 threads 5 and 4.
+    The backward gives whole heads to each thread: of 9 heads on 2 threads 5 and 4.
     """
 
     def busy(splits: int) -> float:

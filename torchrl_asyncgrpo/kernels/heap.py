@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """glibc's ``malloc_trim``, or None where the C library has none."""
+    """The C library's ``malloc_trim``, or None where it has none."""
     if not sys.platform.startswith("linux"):
         return None
     try:

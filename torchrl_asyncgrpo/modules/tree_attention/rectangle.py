@@ -19,7 +19,7 @@ from torchrl_asyncgrpo.kernels.linear import product_nt
 from torchrl_asyncgrpo.modules.tree_attention.workers import run_all
 
 # Queries and keys of one tile: it should stay in the cache, and be worth several calls.
-TILE = 512
+TILE = 1024
 
 
 def forward(query_HQD: Tensor, key_GKD: Tensor, value_GKD: Tensor, scaling: float) -> tuple[Tensor, Tensor]:

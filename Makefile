@@ -9,6 +9,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 ARGS ?=
 
+# Engine and trainer share the cores: a pool of threads that spins while it waits takes them from the other one.
+export OMP_WAIT_POLICY ?= passive
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 

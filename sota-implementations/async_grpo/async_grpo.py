@@ -41,6 +41,7 @@ def main(cfg: DictConfig) -> None:
     path = resolve_model(cfg.model.name)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype)
+    attention = model.config._attn_implementation
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
     before = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
@@ -108,7 +109,7 @@ def main(cfg: DictConfig) -> None:
     after = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
     table = comparison_table(examples, before, after)
     (output / "answers.md").write_text(table + "\n")
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     model.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
     print(f"\n{table}\n\nModel, logs, answers.md and reward.png are in {output}")

@@ -51,18 +51,19 @@ def sampled_answers(
     temperature: float,
 ) -> list[str]:
     """One answer to each prompt, sampled as in training and with the same seed at every call."""
-    torch.manual_seed(0)
     answers = []
-    for row in prompts:
-        prompt, options = row["prompt"], {}
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-            options["add_special_tokens"] = False
-        inputs = tokenizer(prompt, return_tensors="pt", **options).to(model.device)
-        output = model.generate(
-            **inputs, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_tokens
-        )
-        answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for row in prompts:
+            prompt, options = row["prompt"], {}
+            if not isinstance(prompt, str):
+                prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+                options["add_special_tokens"] = False
+            inputs = tokenizer(prompt, return_tensors="pt", **options).to(model.device)
+            output = model.generate(
+                **inputs, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_new_tokens=max_tokens
+            )
+            answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return answers
 
 

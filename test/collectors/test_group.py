@@ -37,7 +37,7 @@ def test_rollouts_hold_what_was_sampled():
     assert rows[0]["token_ids"].tolist() == [5, 6, 1, 2]
     assert rows[0]["loss_mask"].tolist() == [False, False, True, True]
     assert rows[0]["sample_log_prob"].tolist() == [0, 0, -0.5, -0.25]
-    assert rows[0]["policy_version"].tolist() == [0, 0, 3, 4]
+    assert rows[0]["policy_version"].tolist() == [3, 3, 3, 4]
     assert [(int(r["group_id"]), int(r["rollout_id"]), float(r["reward"])) for r in rows] == [
         (7, 28, 1.0),
         (7, 29, 0.0),

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_asyncgrpo.trainers.checks import check_parts
+from torchrl_asyncgrpo.trainers.checks import check_counts, check_parts
 
 
 def check(**changes):
@@ -15,6 +15,7 @@ def check(**changes):
         loss_module=None,
         sender=None,
         groups=2,
+        pushes_per_window=1.0,
         async_collection=True,
     )
     check_parts(**{**parts, **changes})
@@ -29,3 +30,20 @@ def test_any_collector_may_share_a_buffer_with_the_trainer():
 def test_beside_needs_one_buffer(buffer):
     with pytest.raises(ValueError, match="same object of make_replay_buffer"):
         check(replay_buffer=buffer)
+
+
+COUNTS = dict(batch_size=None, gradient_accumulation_steps=1, num_epochs=1, optim_steps_per_batch=None)
+
+
+@pytest.mark.parametrize("name", ["num_epochs", "optim_steps_per_batch", "batch_size"])
+def test_counts_begin_at_one(name):
+    check_counts(object(), **{**COUNTS, name: 1})
+    with pytest.raises(ValueError, match=f"{name}=0; it must be at least 1"):
+        check_counts(object(), **{**COUNTS, name: 0})
+
+
+@pytest.mark.parametrize("change", [dict(batch_size=2), dict(gradient_accumulation_steps=2)])
+def test_counts_of_groups_need_a_buffer(change):
+    check_counts(object(), **{**COUNTS, **change})
+    with pytest.raises(ValueError, match="there is none.*make_replay_buffer"):
+        check_counts(None, **{**COUNTS, **change})

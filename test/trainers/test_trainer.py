@@ -1,7 +1,9 @@
 """The whole loop on a tiny model: stages, counting, equality of both modes, failures, resume."""
 
+import asyncio
 import copy
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -33,7 +35,18 @@ class Parts:
     """All parts of a run, assembled like the script does it, on a model that trains in milliseconds."""
 
     def __init__(
-        self, *, groups=2, max_staleness=0, prompts=None, rewards=reward, batch_size=None, n=3, sync=False, **trainer
+        self,
+        *,
+        groups=2,
+        max_staleness=0,
+        prompts=None,
+        rewards=reward,
+        batch_size=None,
+        n=3,
+        max_tokens=5,
+        mask_truncated=False,
+        sync=False,
+        **trainer,
     ):
         self.model = tiny_qwen3()
         self.actor = TreeActor(self.model)
@@ -52,7 +65,8 @@ class Parts:
             PROMPTS if prompts is None else prompts,
             rewards,
             tokenizer=character_tokenizer(),
-            sampling_params=SamplingParams(max_tokens=5, n=n),
+            sampling_params=SamplingParams(max_tokens=max_tokens, n=n),
+            mask_truncated=mask_truncated,
             groups_per_step=groups,
             replay_buffer=self.buffer,
             max_staleness=max_staleness,
@@ -236,15 +250,19 @@ def test_loss_that_is_not_finite_skips_the_window(run):
     ],
     ids=["budget", "micro-batches", "accumulation"],
 )
-def test_weights_do_not_depend_on_the_split_of_a_window(run, options):
-    """L2."""
-    whole, split = run(total_frames=6), run(total_frames=6, **options)
-    whole.trainer.train()
-    split.trainer.train()
-    assert split.trainer.optimizer_steps() == 1
-    for name, value in whole.weights().items():
-        # Adam's first step is lr * g / (|g| + eps): gradients near 0 may flip, so compare the gradients' effect
-        torch.testing.assert_close(split.weights()[name], value, rtol=0, atol=2e-3)
+def test_gradient_does_not_depend_on_the_split_of_a_window(run, options):
+    """L2: the gradient that the optimizer sees, not Adam's step, which does not see its scale."""
+    gradients = []
+    for changes in ({}, options):
+        parts = run(total_frames=6, clip_norm=None, **changes)
+        seen = []
+        parts.trainer.register_op(
+            "pre_optim", lambda p=parts, s=seen: s.extend(q.grad.clone() for q in p.model.parameters())
+        )
+        parts.trainer.train()
+        assert parts.trainer.optimizer_steps() == 1
+        gradients.append(seen)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
 
 
 def test_accumulated_window_needs_enough_slots(run):
@@ -279,8 +297,118 @@ def test_epochs_repeat_every_window(run, sync):
     parts.trainer.train()
     assert parts.trainer.optimizer_steps() == 6
     assert parts.trainer.collected_frames == 12
-    rewards = parts.trainer._log_dict["reward"]
-    assert rewards[0] == rewards[1] == rewards[2] != rewards[3] == rewards[4] == rewards[5]
+    assert len(parts.series("reward")) == 2, "one row of the log per window"
+    assert parts.series("staleness") == [0.0, 0.0], "measured when the window was drawn"
+
+
+def groups_of(batches):
+    return sorted({g for batch in batches.unbind(0) for g in batch["rollout", "group_id"].tolist()})
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("failing_step", [2, 3, 5])
+def test_interrupted_epochs_go_on_where_they_were(run, sync, failing_step):
+    parts = run(num_epochs=3, total_frames=12, sync=sync, clip_norm=None)
+    taken = Counter()
+    parts.trainer.register_op("post_optim_log", lambda batches: taken.update(groups_of(batches)))
+    term, calls = parts.loss.policy_term, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == failing_step:
+            raise KeyboardInterrupt
+        return term(*arguments)
+
+    parts.loss.policy_term = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        parts.trainer.train()
+    parts.trainer.train()
+    assert taken == {0: 3, 1: 3, 2: 3, 3: 3}
+    assert parts.trainer.collected_frames == 12
+
+
+def test_window_is_trained_once_though_its_push_was_interrupted(run):
+    parts = run(total_frames=18)
+    trained = []
+    parts.trainer.register_op(
+        "pre_optim", lambda: trained.append(parts.trainer.reader.window[0]["group_id"].item() // 2)
+    )
+    send, calls = parts.sender.send_weights, []
+
+    def interrupted(weights):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        send(weights)
+
+    parts.sender.send_weights = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        parts.trainer.train()
+    parts.trainer.train()
+    assert trained == [0, 1, 2]
+    assert parts.buffer.dropped == {}
+
+
+def test_masked_completions_do_not_make_their_group_stale(run):
+    """Versions of an untrained completion count from its own tokens, not from 0."""
+    parts = run(total_frames=36, max_staleness=1, mask_truncated=True)
+    parts.trainer.train()
+    assert parts.buffer.dropped == {}
+    assert parts.trainer.collected_frames == 36
+
+
+def test_window_without_trained_tokens_steps_nothing(run):
+    parts = run(total_frames=6, mask_truncated=True, max_tokens=1, sync=True)
+    parts.optimizer.param_groups[0]["weight_decay"] = 0.1
+    before = parts.weights()
+    parts.trainer.train()
+    assert parts.trainer.optimization_stepper.skipped_steps == 1
+    assert same(before, parts.weights())
+
+
+def test_stale_leftovers_do_not_hang_the_run_in_turn(run):
+    parts = run(sync=True, groups=3, batch_size=4, total_frames=24)
+    parts.trainer.train()
+    assert parts.trainer.collected_frames == 24
+    assert parts.buffer.dropped["stale"] > 0
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_reward_that_raises_cancelled_is_a_failure_not_an_end(run, sync):
+    async def cancelled(**_):
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="cancelled from outside"):
+        run(rewards=cancelled, sync=sync).trainer.train()
+
+
+def test_no_draw_is_lost_when_a_reward_fails_in_turn(run):
+    calls = []
+
+    def fails_once(completions, **_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("judge is down")
+        return reward(completions)
+
+    parts = run(rewards=fails_once, sync=True, total_frames=12)
+    trained = []
+    parts.trainer.register_op("post_optim_log", lambda batches: trained.extend(groups_of(batches)))
+    with pytest.raises(OSError, match="judge is down"):
+        parts.trainer.train()
+    assert parts.collector.state_dict()["unfinished"] == [0, 1]
+    parts.trainer.train()
+    assert trained == [0, 1, 2, 3]
+
+
+def test_training_goes_on_with_more_prompts_after_the_end(run):
+    source = PromptSource(PROMPTS[:4], num_epochs=1)
+    parts = run(prompts=source, total_frames=100)
+    with pytest.warns(UserWarning, match="exhausted after 12"):
+        parts.trainer.train()
+    source.num_epochs, parts.trainer.total_frames = 2, 24
+    parts.trainer.train()
+    assert parts.trainer.collected_frames == 24
 
 
 @pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float16, True)])
@@ -387,13 +515,14 @@ def test_resumed_run_continues_exactly(run, kind, tmp_path):
     assert straight.series("reward")[2:] == second.series("reward")
 
 
+@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.filterwarnings("ignore:The (default|legacy):")
-def test_checkpoint_in_the_middle_of_a_window_is_allowed_and_exact(run, tmp_path):
+def test_checkpoint_in_the_middle_of_a_window_is_allowed_and_exact(run, sync, tmp_path):
     """S4: saved between the micro-batches of a window; the resumed run trains that window first."""
     path = tmp_path / "checkpoint"
-    straight = run(total_frames=18, sync=True, packer=TreePacker(min_micro_batches=3))
+    straight = run(total_frames=18, sync=sync, packer=TreePacker(min_micro_batches=3))
     straight.trainer.train()
-    first = checkpointed(run(total_frames=18, sync=True, packer=TreePacker(min_micro_batches=3)), path, "legacy")
+    first = checkpointed(run(total_frames=18, sync=sync, packer=TreePacker(min_micro_batches=3)), path, "legacy")
     term, calls = first.loss.policy_term, []
 
     class Killed(BaseException):
@@ -409,10 +538,11 @@ def test_checkpoint_in_the_middle_of_a_window_is_allowed_and_exact(run, tmp_path
     first.loss.policy_term = dies
     with pytest.raises(Killed):
         first.trainer.train()
-    second = run(total_frames=18, sync=True, packer=TreePacker(min_micro_batches=3))
+    second = run(total_frames=18, sync=sync, packer=TreePacker(min_micro_batches=3))
     second.trainer.load_from_file(path)
     second.trainer.train()
     assert same(straight.weights(), second.weights())
+    assert second.buffer.dropped == {}
 
 
 @pytest.mark.filterwarnings("ignore:The (default|legacy):")
@@ -438,8 +568,8 @@ def test_asynchronous_resume_trains_every_draw_once(run, tmp_path):
     assert version == first.engine.policy_version
     second.trainer.train()
     assert len(trained) == len(set(trained)) == 14
-    dropped = second.buffer.dropped["stale"]
-    assert set(range(max(trained) + 1)) - set(trained) == set() or dropped
+    missing = set(range(max(trained) + 1)) - set(trained)
+    assert len(missing) <= first.buffer.dropped["stale"] + second.buffer.dropped["stale"]
 
 
 def test_interrupted_window_is_trained_when_training_goes_on(run):
@@ -482,7 +612,7 @@ def test_stages_that_would_never_run_are_refused(run, stage):
 def test_buffer_that_drops_what_the_collector_may_sample_is_refused(run):
     parts = run(max_staleness=1)
     parts.collector.max_staleness = 2
-    with pytest.raises(ValueError, match="max_staleness=2.*staler than 1"):
+    with pytest.raises(ValueError, match="2 versions old.*older than 1.*one max_staleness for both"):
         AsyncGRPOTrainer(
             collector=parts.collector, loss_module=parts.loss, optimizer=parts.optimizer, replay_buffer=parts.buffer,
             total_frames=6, async_collection=True,
@@ -615,7 +745,7 @@ def test_async_needs_one_buffer(run):
 def test_shared_weights_cannot_run_ahead(run):
     parts = run(max_staleness=1)
     engine = TransformersEngine(parts.model, copy_weights=False, max_length=32)
-    with pytest.raises(ValueError, match="shares the trainer's weights.*copy_weights=True.*max_staleness=0"):
+    with pytest.raises(ValueError, match=r"shares the trainer's weights.*copy_weights=True.*max_staleness=0"):
         AsyncGRPOTrainer(
             collector=parts.collector, loss_module=parts.loss, optimizer=parts.optimizer, total_frames=6,
             replay_buffer=parts.buffer, async_collection=True,

@@ -19,6 +19,13 @@ def make(groups=1, blocking=False, waiting=4, packer=None):
     return buffer, WindowReader(buffer, packer or TreePacker(), groups=groups, blocking=blocking, device=None)
 
 
+def finish(reader, release=True):
+    window = reader.finish()
+    if release:
+        reader.release(window)
+    return window
+
+
 def ids(window):
     return [int(row["group_id"]) for row in window.unbind(0)]
 
@@ -28,7 +35,7 @@ def test_in_turn_takes_what_waits_and_ends_the_epoch():
     reader.begin_epoch(0)
     for expected in ([0, 0, 1, 1], [2, 2, 3, 3]):
         assert ids(reader.draw(None)) == expected
-        reader.finish(last_epoch=True)
+        finish(reader)
     with pytest.raises(StopIteration):
         reader.draw(None)
     assert buffer.waiting_group_ids == [4]
@@ -40,11 +47,8 @@ def test_later_epochs_repeat_the_windows_and_only_the_last_releases():
         reader.begin_epoch(epoch)
         for expected in ([0, 0, 1, 1], [2, 2, 3, 3]):
             assert ids(reader.draw(None)) == expected
-            done = reader.finish(last_epoch=epoch == 2)
-            assert done == (4 if epoch == 2 else 0)
-        if epoch < 2:
-            assert buffer.occupied == 2
-    assert buffer.occupied == 0
+            assert len(finish(reader, release=epoch == 2)) == 4
+        assert buffer.occupied == (4 if epoch < 2 else 0)
     with pytest.raises(StopIteration):
         reader.draw(None)
 
@@ -68,7 +72,7 @@ def test_without_a_buffer_the_batch_is_the_window():
     for epoch in range(2):
         reader.begin_epoch(epoch)
         assert ids(reader.draw(batch)) == [0, 0, 1, 1]
-        reader.finish(last_epoch=epoch == 1)
+        finish(reader, release=False)
         with pytest.raises(StopIteration):
             reader.draw(batch)
 
@@ -83,27 +87,36 @@ def test_pack_gives_a_stack_of_micro_batches():
 
 def test_unfinished_window_is_drawn_again():
     _, reader = make(groups=2)
-    for expected in ([0, 0, 1, 1], [0, 0, 1, 1]):
+    for _ in range(2):
         reader.begin_epoch(0)
-        assert ids(reader.draw(None)) == expected
-    reader.finish(last_epoch=True)
+        assert ids(reader.draw(None)) == [0, 0, 1, 1]
+    finish(reader)
     assert ids(reader.draw(None)) == [2, 2, 3, 3]
 
 
-def test_state_is_the_window_under_way(tmp_path):
+def test_state_is_the_item_under_way(tmp_path):
+    """Two windows, three epochs, interrupted in the second window of the second epoch."""
     _, reader = make(groups=2)
-    assert reader.state_dict() == {"under_way": []}
-    reader.begin_epoch(0)
-    window = reader.draw(None)
+    empty = reader.state_dict()
+    for epoch in range(2):
+        reader.begin_epoch(epoch)
+        for _ in range(2):
+            window = reader.draw(None)
+            if epoch == 0 or reader.position == 0:
+                finish(reader, release=False)
     torch.save(reader.state_dict(), tmp_path / "state.pt")
     _, resumed = make(waiting=0)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.interrupted
-    assert resumed.state_dict()["under_way"][0]["token_ids"].tolist() == [1, 2, 3]
-    resumed.begin_epoch(0)
+    assert (resumed.epoch, resumed.position) == (1, 1)
+    resumed.begin_epoch(1)
     for ours, theirs in zip(resumed.draw(None).unbind(0), window.unbind(0), strict=True):
         assert (ours == theirs).all()
-    resumed.finish(last_epoch=True)
+    finish(resumed)
+    with pytest.raises(StopIteration):
+        resumed.draw(None)
+    resumed.begin_epoch(2)
+    assert ids(resumed.draw(None)) == [0, 0, 1, 1]
+    resumed.end_item()
     assert not resumed.interrupted
-    reader.finish(last_epoch=True)
-    assert reader.state_dict() == {"under_way": []}
+    assert resumed.state_dict() == empty

@@ -88,6 +88,7 @@ def make_group(
             continue
         trained = not (mask_truncated and completion.finish_reason == "length")
         blank = [0] * len(prompt_ids)
+        prompt_version = [min(completion.policy_versions)] * len(prompt_ids)
         rollouts.append(
             make_rollout(
                 [*prompt_ids, *completion.token_ids],
@@ -96,7 +97,7 @@ def make_group(
                 group_id=draw.group_id,
                 reward=reward,
                 advantage=float(advantage_G[i]),
-                policy_version=[*blank, *completion.policy_versions],
+                policy_version=[*prompt_version, *completion.policy_versions],
                 rollout_id=draw.group_id * group_size + i,
             )
         )

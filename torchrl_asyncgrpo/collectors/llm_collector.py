@@ -8,7 +8,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,19 @@ from torchrl_asyncgrpo.collectors.rewards import RewardFunction, RewardFunctions
 from torchrl_asyncgrpo.data.advantages import group_advantages
 from torchrl_asyncgrpo.data.prompts import PromptDraw, PromptSource
 from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
-from torchrl_asyncgrpo.data.schema import GROUP_ID
 from torchrl_asyncgrpo.engines.base import Engine, SamplingParams
 
 # Prompts of a list that are encoded at construction, so that a bad one is found before any work starts
 CHECKED_PROMPTS = 1024
+
+
+@dataclass
+class FinishedGroup:
+    """A group that was sampled and scored: its rollouts, none where it is dropped, and what it counts for."""
+
+    draw: PromptDraw
+    rollouts: list[TensorDict]
+    counters: Counter[str]
 
 
 class AsyncLLMCollector(BaseCollector):
@@ -104,11 +112,10 @@ class AsyncLLMCollector(BaseCollector):
         self._wake: asyncio.Event | None = None
         self._main: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
+        self._stopping = False
         engine.check(sampling_params)
         for draw in self.prompts.head(CHECKED_PROMPTS):
             encode_prompt(tokenizer, draw, engine.max_length)
-        if isinstance(replay_buffer, GroupReplayBuffer):
-            replay_buffer.on_free(self._slots_changed)
 
     # --- torchrl's collector protocol -------------------------------------------------------------
     def start(self) -> None:
@@ -127,7 +134,8 @@ class AsyncLLMCollector(BaseCollector):
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the collector runs already; call shutdown() before starting it again.")
         buffer.reopen()
-        self._failure = None
+        buffer.on_free(self._slots_changed)
+        self._failure, self._stopping = None, False
         self._loop = asyncio.new_event_loop()
         arguments = (self._loop, buffer)
         self._thread = threading.Thread(target=self._collect_beside, args=arguments, name="collector", daemon=True)
@@ -135,23 +143,42 @@ class AsyncLLMCollector(BaseCollector):
 
     def iterator(self) -> Iterator[TensorDict | None]:
         """Collect ``groups_per_step`` groups per item, in the caller's turn; fewer in the last one."""
+        buffer = self.replay_buffer
+        if isinstance(buffer, GroupReplayBuffer):
+            buffer.reopen()
         with contextlib.closing(asyncio.new_event_loop()) as loop:
             while True:
-                groups = loop.run_until_complete(self._collect_step())
-                rollouts = [rollout for group in groups for rollout in group]
-                if self.replay_buffer is not None:
-                    self.replay_buffer.extend(rollouts)
-                    if self._exhausted and isinstance(self.replay_buffer, GroupReplayBuffer):
-                        self.replay_buffer.close()
-                if rollouts:
-                    yield None if self.replay_buffer is not None else lazy_stack(rollouts)
+                rollouts = self._collect_in_turn(loop)
+                left_over = False
+                if self._exhausted and isinstance(buffer, GroupReplayBuffer):
+                    buffer.close()
+                    left_over = buffer.can_sample()
+                if rollouts or left_over:
+                    yield None if buffer is not None else lazy_stack(rollouts)
                 if self._exhausted:
                     return
 
-    async def _collect_step(self) -> list[list[TensorDict]]:
-        groups: list[list[TensorDict]] = []
-        await self._collect(lambda: self.groups_per_step - len(groups), groups.append, in_turn=True)
-        return sorted(groups, key=lambda rollouts: int(rollouts[0][GROUP_ID]))
+    def _collect_in_turn(self, loop: asyncio.AbstractEventLoop) -> list[TensorDict]:
+        """Rollouts of the groups of one step, written to the buffer; a failure leaves every draw to be repeated."""
+        finished: list[FinishedGroup] = []
+        free_slots = self.groups_per_step
+        main = loop.create_task(
+            self._collect(lambda: free_slots - sum(bool(g.rollouts) for g in finished), finished.append, in_turn=True)
+        )
+        try:
+            loop.run_until_complete(main)
+        finally:
+            if not main.done():  # Ctrl-C leaves run_until_complete, not the task
+                main.cancel()
+                loop.run_until_complete(asyncio.gather(main, return_exceptions=True))
+        finished.sort(key=lambda group: group.draw.group_id)
+        rollouts = [rollout for group in finished for rollout in group.rollouts]
+        with self._commit:
+            if self.replay_buffer is not None and rollouts:
+                self.replay_buffer.extend(rollouts)
+            for group in finished:
+                self._settle(group)
+        return rollouts
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop collecting; groups that were running are drawn again at the next start. The engine stays up.
@@ -165,6 +192,7 @@ class AsyncLLMCollector(BaseCollector):
         thread = self._thread
         if thread is None:
             return
+        self._stopping = True
         self._call_in_loop(lambda: self._main.cancel() if self._main is not None else None)
         thread.join(timeout)
         if thread.is_alive():
@@ -228,51 +256,70 @@ class AsyncLLMCollector(BaseCollector):
 
     # --- collecting -------------------------------------------------------------------------------
     def _collect_beside(self, loop: asyncio.AbstractEventLoop, buffer: GroupReplayBuffer) -> None:
+        def commit(group: FinishedGroup) -> None:
+            with self._commit:
+                if group.rollouts:
+                    buffer.extend(group.rollouts)
+                self._settle(group)
+
         limit = (self.max_staleness + 1) * self.groups_per_step
-        self._main = loop.create_task(self._collect(lambda: limit - buffer.occupied, buffer.extend, in_turn=False))
+        self._main = loop.create_task(self._collect(lambda: limit - buffer.occupied, commit, in_turn=False))
         try:
             loop.run_until_complete(self._main)
             buffer.close()
         except asyncio.CancelledError:
+            assert self._stopping
             buffer.close()
         except BaseException as failure:  # noqa: BLE001 - the reader raises it, whatever it is
             self._failure = failure
             buffer.close(failure)
         finally:
+            buffer.forget(self._slots_changed)
             loop.close()
 
     async def _collect(
-        self, free_slots: Callable[[], int], write: Callable[[list[TensorDict]], Any], *, in_turn: bool
+        self, free_slots: Callable[[], int], commit: Callable[[FinishedGroup], Any], *, in_turn: bool
     ) -> None:
         """Keep groups running while slots are free, until the source is exhausted or, in turn, no slot is left."""
         self._wake = asyncio.Event()
         scoring = ThreadPoolExecutor(1, thread_name_prefix="rewards")  # one: reward functions need not be thread-safe
-        running: dict[asyncio.Task[list[TensorDict]], PromptDraw] = {}
+        running: list[asyncio.Task[FinishedGroup]] = []
         woken = asyncio.create_task(self._wake.wait())
         try:
             while True:
                 self._wake.clear()
                 # Groups admitted in one tick of the loop reach the engine as one batch.
                 while len(running) < free_slots() and (draw := self._draw()) is not None:
-                    running[asyncio.create_task(self._sample_group(draw, scoring))] = draw
+                    running.append(asyncio.create_task(self._sample_group(draw, scoring)))
                 if not running and (in_turn or self._exhausted):
                     return
                 if woken.done():
                     woken = asyncio.create_task(self._wake.wait())
                 done, _ = await asyncio.wait({*running, woken}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in running if task in done]:
-                    with self._commit:
-                        if rollouts := task.result():
-                            write(rollouts)
-                        del self._unfinished[running.pop(task).group_id]
+                    if task.cancelled():
+                        raise RuntimeError(
+                            "a group was cancelled from outside the collector: the engine was shut down, or a reward "
+                            "function raised CancelledError."
+                        )
+                    commit(task.result())
+                    running.remove(task)
+        except BaseException:
+            with self._commit:
+                self._repeat = sorted((*self._unfinished.values(), *self._repeat), key=lambda draw: draw.group_id)
+                self._unfinished.clear()
+            raise
         finally:
             for pending in (*running, woken):
                 pending.cancel()
             await asyncio.gather(*running, woken, return_exceptions=True)
+            # A reward function that does not return is not waited for.
             scoring.shutdown(wait=False, cancel_futures=True)
-            with self._commit:
-                self._repeat = sorted((*self._unfinished.values(), *self._repeat), key=lambda draw: draw.group_id)
-                self._unfinished.clear()
+
+    def _settle(self, group: FinishedGroup) -> None:
+        """Count a group that is now in the buffer, or dropped; call it where that happens, under the lock."""
+        del self._unfinished[group.draw.group_id]
+        self.counters += group.counters
 
     @property
     def _exhausted(self) -> bool:
@@ -283,21 +330,20 @@ class AsyncLLMCollector(BaseCollector):
             draw = self._repeat.pop(0) if self._repeat else self.prompts.draw()
             if draw is not None:
                 self._unfinished[draw.group_id] = draw
-                self.counters["groups_drawn"] += 1
             return draw
 
-    async def _sample_group(self, draw: PromptDraw, scoring: Executor) -> list[TensorDict]:
-        """Sample and score one group; no rollouts where too few of its completions survive."""
+    async def _sample_group(self, draw: PromptDraw, scoring: Executor) -> FinishedGroup:
+        """Sample and score one group; without rollouts where too few of its completions survive."""
         prompt_ids = encode_prompt(self.tokenizer, draw, self.engine.max_length)
         params = replace(self.sampling_params, seed=request_seed(self.seed, draw.group_id))
         answered = await self.engine.generate(prompt_ids, params)
         completions = [c for c in answered if c.finish_reason != "abort" and c.token_ids]
-        self.counters["completions_failed"] += params.n - len(completions)
-        self.counters["tokens_sampled"] += sum(len(c.token_ids) for c in completions)
+        counters = Counter(
+            completions_failed=params.n - len(completions), tokens_sampled=sum(len(c.token_ids) for c in completions)
+        )
         enough = min(2, params.n)
         if len(completions) < enough:
-            self.counters["groups_dropped_failed"] += 1
-            return []
+            return FinishedGroup(draw, [], counters + Counter(groups_dropped_failed=1))
         rewards = await self.reward(
             [draw.prompt] * len(completions),
             as_answers(self.tokenizer, draw, completions),
@@ -305,23 +351,19 @@ class AsyncLLMCollector(BaseCollector):
             {name: [value] * len(completions) for name, value in draw.columns.items()},
             scoring,
         )
-        advantage_G = self.advantage(torch.tensor(rewards, dtype=torch.float64))
         rollouts = make_group(
             draw,
             prompt_ids,
             completions,
             rewards,
-            advantage_G,
+            self.advantage(torch.tensor(rewards, dtype=torch.float64)),
             group_size=params.n,
             mask_truncated=self.mask_truncated,
         )
-        self.counters["rollouts_unscored"] += len(completions) - len(rollouts)
+        counters["rollouts_unscored"] = len(completions) - len(rollouts)
         if len(rollouts) < enough:
-            self.counters["groups_dropped_unscored"] += 1
-            return []
-        self.counters["groups_finished"] += 1
-        self.counters["rollouts_finished"] += len(rollouts)
-        return rollouts
+            return FinishedGroup(draw, [], counters + Counter(groups_dropped_unscored=1))
+        return FinishedGroup(draw, rollouts, counters + Counter(groups_finished=1, rollouts_finished=len(rollouts)))
 
     def _slots_changed(self) -> None:
         self._call_in_loop(lambda: self._wake.set() if self._wake is not None else None)

@@ -10,6 +10,8 @@ import torch
 
 Messages = list[dict[str, Any]]
 
+_END = object()  # behind the last item of an iterable
+
 
 @dataclass(frozen=True)
 class PromptDraw:
@@ -94,7 +96,7 @@ class PromptSource:
             return self.num_epochs is not None and self.cursor >= self.num_epochs * len(self._data)
         if not self._ahead:
             self._ahead = [self._next_of_iterable()]
-        return self._ahead[0] is None
+        return self._ahead[0] is _END
 
     def head(self, count: int) -> list[PromptDraw]:
         """The first prompts of a sequence, at most ``count``, without drawing them; none of an iterable."""
@@ -139,11 +141,11 @@ class PromptSource:
             offset = self._order[1][offset]
         return self._data[offset]
 
-    def _next_of_iterable(self) -> Any | None:
+    def _next_of_iterable(self) -> Any:
         if self._iterator is None:
             self._iterator = iter(self._data)
-        item = next(self._iterator, None)
-        if item is None and self.cursor == 0:
+        item = next(self._iterator, _END)
+        if item is _END and self.cursor == 0:
             raise ValueError("prompts are empty: the iterable ended before its first prompt.")
         return item
 

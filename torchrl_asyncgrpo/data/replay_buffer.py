@@ -163,10 +163,14 @@ class GroupReplayBuffer(ReplayBuffer):
             self._closed, self._failure = False, None
 
     # --- reading ---------------------------------------------------------------------------------
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(self, batch_size: int | None = None, return_info: bool = False, *, release: bool = True) -> Any:
         """Wait for ``batch_size`` groups (default: the buffer's own) and return their rollouts.
 
-        Asking for the next groups says that those handed out before are done with: they are released.
+        Args:
+            batch_size: groups, >= 1.
+            return_info: return ``(rollouts, info)``.
+            release: asking for the next groups says that those handed out before are done with, and frees their
+                slots; False leaves that to ``release``.
 
         Returns:
             A lazy stack of rollouts, group by group, oldest group first; fewer groups when the source is exhausted.
@@ -176,10 +180,11 @@ class GroupReplayBuffer(ReplayBuffer):
             StopIteration: if the source is exhausted and no group is left.
             BaseException: the failure that closed the buffer, itself.
         """
-        groups = batch_size or self._batch_size
+        groups = self._batch_size if batch_size is None else batch_size
         if groups < 1:
             raise ValueError(f"batch_size={groups}; it counts groups and must be at least 1.")
-        self.release()
+        if release:
+            self.release()
         with self._changed:
             if not self._changed.wait_for(lambda: self._ready(groups), self.timeout):
                 raise TimeoutError(
@@ -195,23 +200,26 @@ class GroupReplayBuffer(ReplayBuffer):
             return (data, info) if return_info else data
 
     def _ready(self, groups: int) -> bool:
+        self._drop_stale()
+        return self._closed or self._sampler.can_sample(self._storage, groups)
+
+    def _drop_stale(self) -> None:
         if stale := self._sampler.drop_stale():
             self._drop("stale", len(stale))
-        return self._closed or self._sampler.can_sample(self._storage, groups)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield full windows of what waits now, and the shorter last one when the source is exhausted."""
-        self._ready(self._batch_size)
         while self.can_sample():
             yield self.sample()
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether ``sample`` would return at once."""
+        """Whether ``sample`` would return, or raise a failure, at once; drops what became too stale."""
         with self._changed:
             if self._failure is not None:
                 return True
+            self._drop_stale()
             waiting = len(self._sampler.groups)
-            return waiting >= (batch_size or self._batch_size) or (self._closed and waiting > 0)
+            return waiting >= (self._batch_size if batch_size is None else batch_size) or (self._closed and waiting > 0)
 
     @property
     def max_staleness(self) -> int | None:
@@ -231,10 +239,15 @@ class GroupReplayBuffer(ReplayBuffer):
         with self._changed:
             return [group.group_id for group in self._sampler.groups]
 
-    def release(self) -> None:
-        """Say that the groups handed out so far are done with, and the weights moved on."""
+    def release(self, groups: int | None = None) -> None:
+        """Say that groups handed out before are done with, and the weights moved on.
+
+        Args:
+            groups: how many; None for all.
+        """
         with self._changed:
-            released, self._handed_out = self._handed_out, 0
+            released = self._handed_out if groups is None else min(groups, self._handed_out)
+            self._handed_out -= released
         if released:
             self._notify()
 
@@ -250,12 +263,16 @@ class GroupReplayBuffer(ReplayBuffer):
         """Call ``listener`` whenever groups are released or dropped; from any thread, so it must not block."""
         self._listeners.append(listener)
 
+    def forget(self, listener: Callable[[], None]) -> None:
+        """Undo ``on_free``."""
+        self._listeners.remove(listener)
+
     def _drop(self, reason: str, count: int) -> None:
         self.dropped[reason] += count
         self._notify()
 
     def _notify(self) -> None:
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             listener()
 
     def state_dict(self) -> dict[str, Any]:

@@ -135,8 +135,13 @@ class TransformersEngine:
         with self._state:
             if self._stepping and threading.current_thread() is self._worker:
                 raise RuntimeError("pause() was called from inside a decoding step, and would wait for itself.")
-            self._paused = True
-            self._state.wait_for(lambda: not self._stepping)
+            was_paused, self._paused = self._paused, True
+            try:
+                self._state.wait_for(lambda: not self._stepping)
+            except BaseException:  # Ctrl-C: nobody would resume
+                self._paused = was_paused
+                self._state.notify_all()
+                raise
             self._weights.start()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

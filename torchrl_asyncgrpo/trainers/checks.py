@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torchrl.collectors import BaseCollector
@@ -14,6 +15,25 @@ from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
 
 
+def check_counts(replay_buffer: ReplayBuffer | None, **counts: int | None) -> None:
+    """Raise ``ValueError`` where a count is below 1, or counts groups of a replay buffer that is not there.
+
+    Args:
+        replay_buffer: of the run, or None.
+        counts: the trainer's arguments by name; None where one is not given.
+    """
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name}={count}; it must be at least 1.")
+    batch_size, accumulation = counts["batch_size"], counts["gradient_accumulation_steps"]
+    if replay_buffer is None and (batch_size is not None or accumulation != 1):
+        raise ValueError(
+            f"batch_size={batch_size} and gradient_accumulation_steps={accumulation} count groups of a replay buffer, "
+            "and there is none: an item of the collector is a window. Pass a buffer of make_replay_buffer, or leave "
+            "them out."
+        )
+
+
 def check_parts(
     *,
     collector: BaseCollector,
@@ -21,6 +41,7 @@ def check_parts(
     loss_module: Any,
     sender: WeightSyncSender | None,
     groups: int | None,
+    pushes_per_window: float,
     async_collection: bool,
 ) -> None:
     """Raise ``ValueError`` where two parts would hang or train the wrong thing together.
@@ -31,6 +52,7 @@ def check_parts(
         loss_module: of the run; its ``actor_network`` is looked at where it is a ``TreeActor``.
         sender: of the run, or None.
         groups: groups of a window; None where there is no buffer to say it.
+        pushes_per_window: weight pushes while one window is trained; below 1 where a push comes every few windows.
         async_collection: whether the collector runs beside the trainer.
     """
     if async_collection and (replay_buffer is None or collector.replay_buffer is not replay_buffer):
@@ -40,28 +62,42 @@ def check_parts(
         )
     if not isinstance(collector, AsyncLLMCollector):
         return
-    limit = (collector.max_staleness + 1) * collector.groups_per_step
-    if async_collection and groups is not None and groups > limit:
-        raise ValueError(
-            f"a window takes {groups} groups, but the collector holds at most {limit} = (max_staleness + 1) · "
-            f"groups_per_step, so that no window would ever be full; set groups_per_step={groups}."
-        )
-    gate = replay_buffer.max_staleness if isinstance(replay_buffer, GroupReplayBuffer) else None
-    if async_collection and gate is not None and collector.max_staleness > gate:
-        raise ValueError(
-            f"the collector runs ahead by max_staleness={collector.max_staleness} and the replay buffer drops what is "
-            f"staler than {gate}, so that groups would be sampled for nothing; give both one max_staleness."
-        )
-    shared = isinstance(sender, LocalWeightSyncSender) and sender.engine.shares_weights
-    if async_collection and shared and collector.max_staleness > 0:
-        raise ValueError(
-            f"the engine shares the trainer's weights and max_staleness={collector.max_staleness}, so that it would "
-            "decode while they are written; give the engine its own copy (copy_weights=True) or set max_staleness=0."
-        )
+    if async_collection and groups is not None:
+        _check_slots(collector, replay_buffer, sender, groups, pushes_per_window)
     actor = getattr(loss_module, "actor_network", None)
     sampled_at = collector.sampling_params.temperature
     if isinstance(actor, TreeActor) and actor.temperature != sampled_at:
         raise ValueError(
             f"rollouts are sampled at temperature {sampled_at} and trained at {actor.temperature}, so that no ratio "
             "would be right; give TreeActor and SamplingParams one temperature."
+        )
+
+
+def _check_slots(
+    collector: AsyncLLMCollector,
+    replay_buffer: ReplayBuffer | None,
+    sender: WeightSyncSender | None,
+    groups: int,
+    pushes_per_window: float,
+) -> None:
+    limit = (collector.max_staleness + 1) * collector.groups_per_step
+    if groups > limit:
+        raise ValueError(
+            f"a window takes {groups} groups, but the collector holds at most {limit} = (max_staleness + 1) · "
+            f"groups_per_step, so that no window would ever be full; set groups_per_step={groups}."
+        )
+    gate = replay_buffer.max_staleness if isinstance(replay_buffer, GroupReplayBuffer) else None
+    staleness = math.ceil((limit / groups - 1) * pushes_per_window)
+    if gate is not None and staleness > gate:
+        raise ValueError(
+            f"the collector holds {limit} groups, so that some wait for {limit / groups - 1:g} windows of {groups} "
+            f"with {pushes_per_window:g} pushes each, until they are {staleness} versions old, and the replay buffer "
+            f"drops what is older than {gate}: they would be sampled for nothing. Set groups_per_step={groups} and one "
+            f"max_staleness for both; for several epochs max_staleness={staleness} or more in make_replay_buffer."
+        )
+    if isinstance(sender, LocalWeightSyncSender) and sender.engine.shares_weights and limit > groups:
+        raise ValueError(
+            f"the engine shares the trainer's weights, and holds {limit} groups for windows of {groups}, so that it "
+            "would decode while they are written; give the engine its own copy (copy_weights=True), or set "
+            f"max_staleness=0 and groups_per_step={groups}."
         )

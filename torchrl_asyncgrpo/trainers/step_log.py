@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from tqdm import tqdm
 
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
 from torchrl_asyncgrpo.data import schema
@@ -23,7 +25,7 @@ class StepLog:
     Args:
         trainer: whose log is written.
         log_rewards: log values that begin with ``reward``.
-        log_kl: show ``kl_to_ref`` and ``kl_approx`` on the progress bar as well.
+        log_kl: show ``kl_to_ref`` and ``kl_approx`` on the progress bar.
     """
 
     def __init__(self, trainer: AsyncGRPOTrainer, *, log_rewards: bool, log_kl: bool) -> None:
@@ -62,8 +64,19 @@ class StepLog:
         del optim_steps
         if self.log_kl and average_losses is not None:
             names = [name for name in ("kl_to_ref", "kl_approx") if name in average_losses]
-            shown = {f"kl/{name.removeprefix('kl_')}": average_losses[name] for name in names}
-            self.trainer._log(log_pbar=True, **shown)
+            self.trainer._pbar_str |= {name: float(average_losses[name]) for name in names}
+
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[None]:
+        """The trainer's progress bar, while it trains."""
+        trainer = self.trainer
+        trainer._pbar_str = {}
+        if not trainer.progress_bar:
+            yield
+            return
+        done, total = trainer.collected_frames, trainer.total_frames
+        with tqdm(total=total, initial=done, unit="rollout", dynamic_ncols=True) as trainer._pbar:
+            yield
 
     def _counters(self) -> dict[str, int]:
         trainer = self.trainer
@@ -104,6 +117,13 @@ def window_statistics(window: Sequence[TensorDictBase], current_version: int | N
         staleness = [current_version - schema.oldest_version(rollout) for rollout in window]
         statistics |= {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
     return statistics
+
+
+def mean_of_steps(outputs: Sequence[TensorDictBase]) -> TensorDict:
+    """Mean of every metric over the optimizer steps that have it."""
+    names = dict.fromkeys(name for output in outputs for name in output.keys())
+    rows = {name: [output[name].double() for output in outputs if name in output] for name in names}
+    return TensorDict({name: torch.stack(values).mean() for name, values in rows.items()}, batch_size=[])
 
 
 def bar_text(values: Mapping[str, float]) -> str:

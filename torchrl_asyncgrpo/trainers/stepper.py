@@ -6,11 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 from torchrl.trainers import MixedPrecisionOptimizationStepper
 
+from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.objectives.functional import reduce_window
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
 
     The losses of the micro-batches are shares of the window's loss and are summed, nothing divides them again. When
     all gradients are there they are unscaled and clipped, the trainer's ``pre_optim`` stage runs, and the optimizer
-    steps, unless loss or gradient norm is not finite: then the window is skipped and counted.
+    steps. A window whose loss or gradient norm is not finite, or that trains no token, is skipped and counted.
 
     Args:
         optimizer: the optimizer.
@@ -53,7 +54,7 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
 
     @property
     def skipped_steps(self) -> int:
-        """Windows that were skipped because a loss or gradient was not finite."""
+        """Windows that were skipped: a loss or gradient was not finite, or nothing was trained."""
         return self._skipped_nonfinite_steps
 
     def step(self, trainer: AsyncGRPOTrainer, sub_batch: TensorDictBase) -> TensorDictBase:
@@ -64,11 +65,14 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             sub_batch: [K] lazy stack of micro-batches.
 
         Returns:
-            Loss and metrics of the window, and ``grad_norm`` before clipping.
+            Loss and metrics of the window, and ``grad_norm`` before clipping where the optimizer stepped.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        outputs = []
-        for micro_batch in sub_batch.unbind(0):
+        outputs: list[TensorDictBase] = []
+        micro_batches = sub_batch.unbind(0)
+        if not any(int(batch[schema.WINDOW_NUM_ENTRIES]) for batch in micro_batches):
+            return self._skip(outputs, "the window trains no token")
+        for micro_batch in micro_batches:
             output, loss = self._loss(trainer, micro_batch)
             outputs.append(output)
             if not torch.isfinite(loss):
@@ -76,15 +80,17 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
-        trainer.pre_optim()
-        if math.isfinite(grad_norm):
-            self.scaler.step(self.optimizer)
-            self._optimizer_step_count += 1
-        self.scaler.update()
         if not math.isfinite(grad_norm):
-            return self._skip(outputs, f"the gradient norm is {grad_norm}", grad_norm)
+            self.scaler.update()
+            return self._skip(outputs, f"the gradient norm is {grad_norm}")
+        trainer.pre_optim()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._optimizer_step_count += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return _with_norm(outputs, grad_norm)
+        metrics = reduce_window(outputs)
+        metrics["grad_norm"] = torch.tensor(grad_norm)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, scaler and counters; allowed at any moment, since gradients never outlive a window."""
@@ -112,14 +118,8 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             return float(nn.utils.clip_grad_norm_(params, self.clip_norm))
         return float(nn.utils.get_total_norm([p.grad for p in params]))
 
-    def _skip(self, outputs: list[TensorDictBase], reason: str, grad_norm: float = math.nan) -> TensorDictBase:
+    def _skip(self, outputs: list[TensorDictBase], reason: str) -> TensorDictBase:
         self._skipped_nonfinite_steps += 1
         torchrl_logger.warning(f"Skipped an optimizer step, {self._skipped_nonfinite_steps} so far: {reason}.")
         self.optimizer.zero_grad(set_to_none=True)
-        return _with_norm(outputs, grad_norm)
-
-
-def _with_norm(outputs: list[TensorDictBase], grad_norm: float) -> TensorDict:
-    metrics = reduce_window(outputs)
-    metrics["grad_norm"] = torch.tensor(grad_norm)
-    return metrics
+        return reduce_window(outputs)

@@ -23,7 +23,6 @@ sender      the engine's decoding step     no step runs; none starts before the 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,13 +37,12 @@ from torchrl.data import ReplayBuffer
 from torchrl.objectives import LossModule
 from torchrl.record.loggers import Logger
 from torchrl.trainers import LRSchedulerHook, MixedPrecisionOptimizationStepper, OptimizationStepper, Trainer
-from tqdm import tqdm
 
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
 from torchrl_asyncgrpo.packing import TreePacker
-from torchrl_asyncgrpo.trainers.checks import check_parts
+from torchrl_asyncgrpo.trainers.checks import check_counts, check_parts
 from torchrl_asyncgrpo.trainers.logger_group import LoggerGroup
-from torchrl_asyncgrpo.trainers.step_log import StepLog, bar_text
+from torchrl_asyncgrpo.trainers.step_log import StepLog, bar_text, mean_of_steps
 from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
 from torchrl_asyncgrpo.trainers.weight_push import WeightPush
 from torchrl_asyncgrpo.trainers.window import Packer, WindowReader
@@ -65,7 +63,7 @@ class AsyncGRPOTrainer(Trainer):
 
     Args:
         collector: source of groups; ``AsyncLLMCollector``, or any torchrl collector that yields rollouts.
-        total_frames: rollouts to train.
+        total_frames: rollouts to train; those of skipped windows count.
         frame_skip: frames that a rollout counts for.
         optim_steps_per_batch: optimizer steps per item of the collector. None takes every window of the item, and one
             window with ``async_collection=True``.
@@ -75,9 +73,9 @@ class AsyncGRPOTrainer(Trainer):
         weight_sync_sender: pushes weights to the engine; None pushes nothing.
         weight_update_frequency: optimizer steps between pushes with ``async_collection=True``; in turn, weights are
             pushed once per item of the collector.
-        empty_replay_buffer_on_weight_update: drop the groups that wait after an item's push.
+        empty_replay_buffer_on_weight_update: drop the groups that wait after every push.
         replay_buffer: where groups wait; None trains the collector's items themselves.
-        batch_size: groups per micro-window, instead of the buffer's.
+        batch_size: groups of one buffer batch, instead of the buffer's own.
         device: where micro-batches are trained; None leaves them where they are.
         mixed_precision: autocast, and loss scaling with ``torch.float16``.
         autocast_dtype: dtype of autocast.
@@ -97,7 +95,7 @@ class AsyncGRPOTrainer(Trainer):
         log_timings: log the time of every hook.
         auto_log_optim_steps: log loss, metrics and the number of optimizer steps.
         log_rewards: log rewards.
-        log_kl: log ``kl_to_ref`` and ``kl_approx`` on the progress bar as well.
+        log_kl: show ``kl_to_ref`` and ``kl_approx`` on the progress bar.
         packer: a window's rollouts to its micro-batches; ``TreePacker()`` by default.
         lr_scheduler: stepped once per optimizer step.
 
@@ -144,16 +142,16 @@ class AsyncGRPOTrainer(Trainer):
         packer: Packer | None = None,
         lr_scheduler: optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
-        counts = {
-            "total_frames": total_frames,
-            "frame_skip": frame_skip,
-            "weight_update_frequency": weight_update_frequency,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "num_epochs": num_epochs,
-        }
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name}={count}; it must be at least 1.")
+        check_counts(
+            replay_buffer,
+            batch_size=batch_size,
+            optim_steps_per_batch=optim_steps_per_batch,
+            total_frames=total_frames,
+            frame_skip=frame_skip,
+            weight_update_frequency=weight_update_frequency,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            num_epochs=num_epochs,
+        )
         if optimization_stepper is None:
             if optimizer is None:
                 raise ValueError("neither optimizer nor optimization_stepper is given; pass one of them.")
@@ -197,6 +195,7 @@ class AsyncGRPOTrainer(Trainer):
             loss_module=loss_module,
             sender=weight_sync_sender,
             groups=groups,
+            pushes_per_window=num_epochs / weight_update_frequency,
             async_collection=async_collection,
         )
         self.step_log = StepLog(self, log_rewards=log_rewards, log_kl=log_kl)
@@ -221,14 +220,16 @@ class AsyncGRPOTrainer(Trainer):
                 self.optimizer_steps,
                 frequency=weight_update_frequency if async_collection else 1,
                 stage="post_optim" if async_collection else "post_steps",
+                after=replay_buffer.empty
+                if empty_replay_buffer_on_weight_update and replay_buffer is not None
+                else None,
             )
             self.weight_push.register(self)
-            if empty_replay_buffer_on_weight_update and replay_buffer is not None:
-                self.register_op("post_steps", replay_buffer.empty)
+        self._statistics: list[dict[str, float]] = []
 
     def _window_groups(self, batch_size: int | None, accumulation: int) -> int | None:
         own = self.replay_buffer.batch_size if self.replay_buffer is not None else None
-        groups = batch_size or own
+        groups = own if batch_size is None else batch_size
         return groups * accumulation if groups is not None else None
 
     # --- stages -----------------------------------------------------------------------------------
@@ -275,13 +276,12 @@ class AsyncGRPOTrainer(Trainer):
         self._stop_training = False
         if self.collected_frames >= self.total_frames:
             return
-        with self._progress():
+        self.reader.exhausted = False
+        with self.step_log.progress():
             try:
                 if self.weight_push is not None:
                     self.weight_push.start()
                 self._setup_hook()
-                if self.async_collection:
-                    self.collector.start()
                 for batch in self._batches():
                     self._train_on(batch)
                     if self._stop_training or self.collected_frames >= self.total_frames:
@@ -295,13 +295,16 @@ class AsyncGRPOTrainer(Trainer):
                     )
                 self.save_trainer(force_save=True)
             finally:
-                self._shutdown_hook()
-                self.collector.shutdown()
+                try:
+                    self._shutdown_hook()
+                finally:
+                    self.collector.shutdown()
 
     def _batches(self) -> Iterator[TensorDictBase | None]:
         if self.reader.interrupted:
-            yield None  # its window first, before anything is collected for the next
+            yield None  # its windows first, before anything is collected for the next
         if self.async_collection:
+            self.collector.start()
             while not self.reader.exhausted:
                 yield None
         else:
@@ -327,20 +330,21 @@ class AsyncGRPOTrainer(Trainer):
         self._pre_optim_hook()
         outputs = []
         limit = 1 if self.optim_steps_per_batch is None and self.async_collection else self.optim_steps_per_batch
-        for epoch in range(self.num_epochs):
+        for epoch in range(self.reader.epoch, self.num_epochs):
             self.reader.begin_epoch(epoch)
             self._pre_epoch_log_hook(batch)
             batch = self._pre_epoch_hook(batch)
-            for _ in itertools.count() if limit is None else range(limit):
+            while limit is None or self.reader.position < limit:
                 metrics = self._optim_step(batch, last_epoch=epoch == self.num_epochs - 1)
                 if metrics is None:
                     break
                 outputs.append(metrics)
             self._post_epoch_log_hook(batch)
             self._post_epoch_hook()
+        self.reader.end_item()
+        self._statistics.clear()
         if outputs:
-            average = torch.stack(outputs).mean(0) if len(outputs) > 1 else outputs[0]
-            self._post_optim_complete_log_hook(self._optim_count, average)
+            self._post_optim_complete_log_hook(self._optim_count, mean_of_steps(outputs))
 
     def _optim_step(self, batch: TensorDictBase | None, *, last_epoch: bool) -> TensorDictBase | None:
         """Train one window; None when there is none."""
@@ -349,17 +353,25 @@ class AsyncGRPOTrainer(Trainer):
             micro_batches = self._process_optim_batch_hook(batch)
         except StopIteration:
             return None
-        assert reader.under_way is not None
-        statistics = self.step_log.window(reader.under_way, micro_batches)
+        if reader.position >= len(self._statistics):
+            self._statistics.append(self.step_log.window(reader.window, micro_batches))
+        statistics = self._statistics[reader.position]
         with reader.phase("train"):
             metrics = stepper.step(self, micro_batches)
-        if not isinstance(stepper, MixedPrecisionOptimizationStepper) or self.optimizer_steps() > steps:
-            self._optim_count += 1
-            with reader.phase("push"):
-                self._post_optim_hook()
-        frames = reader.finish(last_epoch=last_epoch) * self.frame_skip
+        # From here on the window is trained, whatever becomes of the push.
+        window = reader.finish()
+        frames = len(window) * self.frame_skip if last_epoch else 0
         self.collected_frames += frames
-        self.step_log.step(statistics, reader.phase.reset())
+        try:
+            if not isinstance(stepper, MixedPrecisionOptimizationStepper) or self.optimizer_steps() > steps:
+                self._optim_count += 1
+                with reader.phase("push"):
+                    self._post_optim_hook()
+        finally:
+            if last_epoch:
+                reader.release(window)
+        if last_epoch:
+            self.step_log.step(statistics, reader.phase.reset())
         self._post_optim_log(micro_batches)
         if self.progress_bar:
             self._pbar.update(frames)
@@ -369,21 +381,10 @@ class AsyncGRPOTrainer(Trainer):
         """Leave the collector alone: ``train`` has shut it down, and another trainer may use it by now."""
 
     # --- logs and checkpoints ---------------------------------------------------------------------
-    @contextlib.contextmanager
-    def _progress(self) -> Iterator[None]:
-        if not self.progress_bar:
-            yield
-            return
-        self._pbar_str: dict[str, float] = {}
-        done, total = self.collected_frames, self.total_frames
-        with tqdm(total=total, initial=done, unit="rollout", dynamic_ncols=True) as self._pbar:
-            yield
-
     def _pbar_description(self) -> None:
         """Show the values that are logged with ``log_pbar``; the seconds of the last step's phases together."""
-        if not self.progress_bar:
-            return
-        self._pbar.set_postfix_str(bar_text(self._pbar_str))
+        if self.progress_bar:
+            self._pbar.set_postfix_str(bar_text(self._pbar_str))
 
     def _checkpoint_policy(self) -> None:
         """Nothing beside the loss module, which holds the policy's weights already."""

@@ -21,13 +21,23 @@ class WeightPush(TrainerHookBase):
         steps_taken: returns the optimizer steps taken so far.
         frequency: optimizer steps between pushes, >= 1.
         stage: trainer stage that checks whether a push is due.
+        after: called after every push but the first; None for nothing.
     """
 
-    def __init__(self, sender: WeightSyncSender, steps_taken: Callable[[], int], *, frequency: int, stage: str) -> None:
+    def __init__(
+        self,
+        sender: WeightSyncSender,
+        steps_taken: Callable[[], int],
+        *,
+        frequency: int,
+        stage: str,
+        after: Callable[[], None] | None = None,
+    ) -> None:
         self.sender = sender
         self.steps_taken = steps_taken
         self.frequency = frequency
         self.stage = stage
+        self.after = after
         self._pushed_at: int | None = None
 
     def start(self) -> None:
@@ -37,8 +47,10 @@ class WeightPush(TrainerHookBase):
 
     def __call__(self) -> None:
         """Push if ``frequency`` optimizer steps were taken since the last push."""
-        if self._pushed_at is None or self.steps_taken() - self._pushed_at >= self.frequency:
+        if self._pushed_at is not None and self.steps_taken() - self._pushed_at >= self.frequency:
             self._push()
+            if self.after is not None:
+                self.after()
 
     def _push(self) -> None:
         self.sender.update_weights()

@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import ReplayBuffer
 from torchrl.trainers import Trainer, TrainerHookBase
 
+from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.trainers.phases import PhaseTimer
 
@@ -20,13 +21,8 @@ class WindowReader(TrainerHookBase):
     """Draw the window of the next optimizer step and fold it into micro-batches.
 
     Two ``process_optim_batch`` operations: ``draw`` returns the rollouts [R] of a window, ``pack`` the lazy stack [K]
-    of its micro-batches. The windows of one collected batch are drawn in the first epoch and repeated in the others.
-    A window stays "under way" until ``finish``: what is interrupted in between, in this process or at a checkpoint, is
-    drawn again first.
-
-    Attributes:
-        exhausted: True when the source has ended and every group was handed out.
-        phase: timer of ``"wait"`` and ``"pack"``, and of what else the trainer does with the window.
+    of its micro-batches. The windows of one item of the collector are drawn in the first epoch and repeated in the
+    others. What is interrupted, in this process or at a checkpoint, goes on at the same epoch and window.
 
     Args:
         replay_buffer: where rollouts wait; None takes the collected batch itself as the window.
@@ -34,6 +30,12 @@ class WindowReader(TrainerHookBase):
         groups: groups of a window; None for what the buffer's own batch size says.
         blocking: wait for the groups of a window; otherwise end the epoch when they are not there.
         device: where micro-batches go; None leaves them.
+
+    Attributes:
+        exhausted: True when the source has ended and every group was handed out.
+        phase: timer of ``"wait"`` and ``"pack"``, and of what else the trainer does with the window.
+        epoch: pass over the windows of the item.
+        position: windows of the item that were trained in this epoch.
     """
 
     def __init__(
@@ -52,21 +54,28 @@ class WindowReader(TrainerHookBase):
         self.device = device
         self.phase = PhaseTimer()
         self.exhausted = False
-        self.under_way: list[TensorDictBase] | None = None
+        self.epoch = 0
+        self.position = 0
         self._windows: list[list[TensorDictBase]] = []
-        self._epoch = 0
-        self._next = 0
 
     @property
     def interrupted(self) -> bool:
-        """True while a window waits that was drawn and not finished, in this run or in the one that was saved."""
-        return self.under_way is not None
+        """True while the windows of an item wait that was begun and not ended."""
+        return bool(self._windows)
+
+    @property
+    def window(self) -> list[TensorDictBase]:
+        """Rollouts of the window that was drawn last and is not finished."""
+        return self._windows[self.position]
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start pass ``epoch`` over the windows of the collected batch."""
-        self._epoch, self._next = epoch, 0
-        if epoch == 0:
-            self._windows = []
+        """Start pass ``epoch`` over the windows of the item; an interrupted one goes on where it was."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def end_item(self) -> None:
+        """Forget the windows of the item: all its epochs are over."""
+        self.epoch, self.position, self._windows = 0, 0, []
 
     def draw(self, batch: TensorDictBase | None) -> TensorDictBase:
         """Return the rollouts of the next window.
@@ -77,16 +86,11 @@ class WindowReader(TrainerHookBase):
         Raises:
             StopIteration: if the epoch has no further window.
         """
-        if self._epoch > 0:
-            if self._next >= len(self._windows):
+        if self.position == len(self._windows):
+            if self.epoch > 0:
                 raise StopIteration
-            self.under_way = self._windows[self._next]
-        else:
-            if self.under_way is None:
-                self.under_way = self._draw_new(batch)
-            self._windows.append(self.under_way)
-        self._next += 1
-        return lazy_stack(self.under_way)
+            self._windows.append(self._draw_new(batch))
+        return lazy_stack(self.window)
 
     def _draw_new(self, batch: TensorDictBase | None) -> list[TensorDictBase]:
         buffer = self.replay_buffer
@@ -100,6 +104,8 @@ class WindowReader(TrainerHookBase):
                 raise StopIteration
         try:
             with self.phase("wait"):
+                if isinstance(buffer, GroupReplayBuffer):
+                    return list(buffer.sample(self.groups, release=False).unbind(0))
                 return list(buffer.sample(self.groups).unbind(0))
         except StopIteration:
             self.exhausted = True
@@ -111,22 +117,16 @@ class WindowReader(TrainerHookBase):
             micro_batches = lazy_stack(self.packer(list(window.unbind(0))))
         return micro_batches if self.device is None else micro_batches.to(self.device)
 
-    def finish(self, *, last_epoch: bool) -> int:
-        """Say that the optimizer step on the window is over.
+    def finish(self) -> list[TensorDictBase]:
+        """Say that the optimizer step on the window was taken or skipped; returns its rollouts."""
+        window = self.window
+        self.position += 1
+        return window
 
-        Args:
-            last_epoch: the window is not used again: its groups' slots are released.
-
-        Returns:
-            Rollouts that are done with: those of the window in the last epoch, else 0.
-        """
-        assert self.under_way is not None
-        done, self.under_way = len(self.under_way), None
-        if not last_epoch:
-            return 0
+    def release(self, window: Sequence[TensorDictBase]) -> None:
+        """Free the slots of a finished window's groups, when the weights have moved on."""
         if isinstance(self.replay_buffer, GroupReplayBuffer):
-            self.replay_buffer.release()
-        return done
+            self.replay_buffer.release(len({int(rollout[schema.GROUP_ID]) for rollout in window}))
 
     def register(self, trainer: Trainer, name: str = "window") -> None:
         """Register ``draw`` and ``pack`` at ``process_optim_batch``, and the reader for checkpoints."""
@@ -135,9 +135,11 @@ class WindowReader(TrainerHookBase):
         trainer.register_op("process_optim_batch", self.pack)
 
     def state_dict(self) -> dict[str, Any]:
-        """Rollouts of the window under way, if there is one."""
-        return {"under_way": [rollout.to_dict() for rollout in self.under_way or []]}
+        """Windows of an item that is under way, and how far it came."""
+        windows = [[rollout.to_dict() for rollout in window] for window in self._windows]
+        return {"windows": windows, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Train the saved window first."""
-        self.under_way = [TensorDict(row, batch_size=[]) for row in state_dict["under_way"]] or None
+        """Go on with the saved windows first."""
+        self._windows = [[TensorDict(row, batch_size=[]) for row in window] for window in state_dict["windows"]]
+        self.epoch, self.position = int(state_dict["epoch"]), int(state_dict["position"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,8 @@ def ours(model: str) -> list[float]:
             f"optim.lr={LEARNING_RATE}",
             f"output={directory}",
         ]
-        subprocess.run([sys.executable, str(SCRIPT), *overrides], check=True, stdout=sys.stderr)
+        environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
+        subprocess.run([sys.executable, str(SCRIPT), *overrides], check=True, stdout=sys.stderr, env=environment)
         logs = list(Path(directory).rglob(STEP_SECONDS))
         if len(logs) != 1:
             raise FileNotFoundError(f"{SCRIPT.name} wrote {len(logs)} logs {STEP_SECONDS}, expected one")

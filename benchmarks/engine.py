@@ -54,7 +54,7 @@ def run(model_dir: str = SMOLLM2) -> list[dict]:
     deviation = ratio_deviation(model, prompts, sample(engine, prompts, ignore_eos=False))
     rows.append(
         {
-            "name": "engine, largest |importance ratio - 1|",
+            "name": "engine, largest deviation of the importance ratio from 1",
             "ours": deviation,
             "peer": None,
             "unit": "",

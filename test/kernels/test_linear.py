@@ -54,6 +54,20 @@ def test_model_keeps_parameters_outputs_and_files(tmp_path):
     torch.testing.assert_close(again(inputs).logits, model(inputs).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_input_of_another_dtype_or_width_gets_the_error_of_linear():
+    layer = nn.Linear(4, 4)
+    use_onednn(layer)
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer.to(torch.bfloat16)(torch.zeros(2, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer.to(torch.float32)(torch.zeros(2, 5))
+
+
+def test_switched_off_onednn_is_not_used():
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not serves(torch.zeros(1))
+
+
 def test_other_dtypes_keep_their_own_product():
     layer = nn.Linear(4, 4).double()
     use_onednn(layer)

@@ -121,8 +121,10 @@ def test_model_goes_on_generating_and_keeps_its_mode():
     model = tiny_qwen3().train()
     prompt = torch.tensor([[5, 6, 7]])
     before = model.eval().generate(prompt, do_sample=False, max_new_tokens=6)
-    TreeActor(model.train())
+    model.train().model.layers[0].eval()
+    TreeActor(model)
     assert model.training
+    assert not model.model.layers[0].training, "a frozen block stays frozen"
     assert torch.equal(model.eval().generate(prompt, do_sample=False, max_new_tokens=6), before)
 
 

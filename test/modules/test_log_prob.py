@@ -88,6 +88,14 @@ def test_never_holds_more_logits_than_a_chunk():
     assert max(sizes) <= 16 * 3000
 
 
+def test_float64_stays_float64_under_autocast():
+    leaves, position, token = problem(bias=False)
+    exact = full_log_prob(*leaves, None, position, token, HeadTransform())[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, _ = token_log_prob(*leaves, None, position, token, transform=HeadTransform(), chunk_size=3)
+    torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
 def test_bfloat16_autocast_accumulates_weight_gradient_in_float32():
     torch.manual_seed(0)
     hidden = torch.randn(64, 16, requires_grad=True)

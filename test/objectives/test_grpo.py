@@ -241,7 +241,8 @@ def test_gradient_of_a_window_is_the_same_for_every_packing(make, tolerance, dat
     assert packed_value == pytest.approx(value, abs=tolerance)
     scale = max((float(g.abs().max()) for g in grads if g is not None), default=1.0) or 1.0
     for ours, theirs in zip(packed_grads, grads, strict=True):
-        if theirs is not None and ours is not None:
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
             assert float((ours - theirs).abs().max()) <= tolerance * max(scale, 1.0)
     for key in metrics.keys():
         assert packed_metrics[key].item() == pytest.approx(metrics[key].item(), abs=tolerance)

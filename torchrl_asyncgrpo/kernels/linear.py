@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 
 def _available() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    onednn = torch.backends.mkldnn
+    return bool(onednn.enabled) and onednn.is_available() and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def serves(tensor: Tensor) -> bool:
@@ -67,7 +68,8 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``."""
-        if not serves(input) or not input.numel():
+        fits = input.dtype == self.weight.dtype and input.shape[-1] == self.in_features
+        if not fits or not serves(input) or not input.numel():
             return super().forward(input)
         return _Linear.apply(input, self.weight, self.bias)
 

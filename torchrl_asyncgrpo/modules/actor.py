@@ -83,7 +83,8 @@ class TreeActor(TensorDictModuleBase):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"model is a {type(model).__name__}; TreeActor runs a transformers causal language model "
-                "(AutoModelForCausalLM). Override TreeActor.prepare for another kind of policy."
+                "(AutoModelForCausalLM), not a wrapper around one. Override TreeActor.prepare for another kind of "
+                "policy."
             )
         self.attention = install(model, attention)
         self.transform = head_transform(model, self.temperature)
@@ -122,7 +123,9 @@ class TreeActor(TensorDictModuleBase):
 
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
         """Final hidden states of all nodes, [T, D], as the head reads them."""
-        layout = TreeLayout(tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END])
+        layout = TreeLayout(
+            tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END], tensordict[schema.NODE_PARENT]
+        )
         output = self.model.base_model(input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs())
         return output.last_hidden_state[0]
 
@@ -167,11 +170,14 @@ def head_transform(model: PreTrainedModel, temperature: float) -> HeadTransform:
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, head: nn.Linear, transform: HeadTransform) -> None:
     probe = torch.arange(2, device=head.weight.device)[None]
-    training = model.training
-    model.eval()
-    expected_CV = model(input_ids=probe, use_cache=False).logits[0].double() / transform.temperature
-    hidden_CD = model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0]
-    model.train(training)
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        expected_CV = model(input_ids=probe, use_cache=False).logits[0].double() / transform.temperature
+        hidden_CD = model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0]
+    finally:
+        for module, mode in training.items():
+            module.training = mode
     logits_CV = transform.logits_(head(hidden_CD).double())
     spread = float(expected_CV.abs().max())
     if not torch.allclose(logits_CV, expected_CV, rtol=0.02, atol=0.02 * spread):

@@ -97,8 +97,9 @@ class _TokenLogProb(torch.autograd.Function):
         log_prob_M = hidden_PD.new_empty(len(position_M), dtype=result)
         log_sum_P = hidden_PD.new_empty(len(hidden_PD), dtype=result)
         entropy_P = torch.empty_like(log_sum_P)
+        weight = weight_VD.to(compute)
         for rows, tokens in _chunks(len(hidden_PD), position_M, chunk_size):
-            logits_CV = _logits(hidden_PD[rows], weight_VD, bias_V, transform, compute, result)
+            logits_CV = _logits(hidden_PD[rows], weight, bias_V, transform, compute, result)
             log_sum_C = torch.logsumexp(logits_CV, -1)
             local_m = position_M[tokens] - rows.start
             log_prob_M[tokens] = logits_CV[local_m, token_M[tokens]] - log_sum_C[local_m]
@@ -150,6 +151,8 @@ class _TokenLogProb(torch.autograd.Function):
 
 def _compute_dtype(hidden_PD: Tensor) -> torch.dtype:
     device = hidden_PD.device.type
+    if hidden_PD.dtype == torch.float64:  # as autocast itself leaves it
+        return hidden_PD.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_PD.dtype
 
 
@@ -162,7 +165,7 @@ def _logits(
     result: torch.dtype,
 ) -> Tensor:
     with torch.autocast(hidden_CD.device.type, enabled=False):
-        raw_CV = product_nt(hidden_CD.to(compute), weight_VD.to(compute))
+        raw_CV = product_nt(hidden_CD.to(compute), weight_VD)
     if bias_V is not None:
         raw_CV += bias_V
     return transform.logits_(raw_CV.to(result))

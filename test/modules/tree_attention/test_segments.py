@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_oracle import NaiveTrie, random_rollouts
 
+from torchrl_asyncgrpo.kernels.linear import serves
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, rectangle
 from torchrl_asyncgrpo.modules.tree_attention.blocks import Plan, plan_blocks
 from torchrl_asyncgrpo.modules.tree_attention.kernel import _balanced_splits
@@ -174,13 +175,17 @@ def test_float32_and_bfloat16_stay_within_their_precision() -> None:
     tree = long_branches().layout()
     exact = random_heads(tree, width=16, value_width=16)
     expected = reference_attention(*exact[:3], tree, scaling=0.25)
+    gradients = torch.autograd.grad(expected.square().sum(), exact[:3])
     for dtype, tolerance in [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in exact[:3]]
         actual = segments_attention(*leaves, tree, scaling=0.25)
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
         actual.float().square().sum().backward()
-        assert all(x.grad.dtype == dtype and x.grad.isfinite().all() for x in leaves)
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            assert leaf.grad.dtype == dtype
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(leaf.grad.double(), gradient, rtol=0, atol=tolerance * max(1.0, scale))
 
 
 def test_one_node_and_only_roots() -> None:
@@ -239,8 +244,11 @@ def test_products_of_a_rectangle_equal_the_softmax(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_large_rectangles_in_float32_equal_float64(threads: int) -> None:
+def test_large_rectangles_in_float32_equal_float64(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(threads)
+    calls = []
+    forward = rectangle.forward
+    monkeypatch.setattr(rectangle, "forward", lambda *arguments: (calls.append(1), forward(*arguments))[1])
     rng = random.Random(11)
     prompt = [rng.randrange(23) for _ in range(900)]
     tree = NaiveTrie([prompt + [i] + [rng.randrange(23) for _ in range(150)] for i in range(5)]).layout()
@@ -251,6 +259,10 @@ def test_large_rectangles_in_float32_equal_float64(threads: int) -> None:
         segments_attention(*single[:3], tree, scaling=0.125, sinks_H=single[3]),
     ]
     torch.testing.assert_close(outputs[1].double(), outputs[0], rtol=0, atol=1e-5)
+    assert bool(calls) == serves(single[0].detach()), "the rectangle goes through matrix products where oneDNN serves"
+    with torch.inference_mode():
+        scored = segments_attention(*single[:3], tree, scaling=0.125, sinks_H=single[3])
+    torch.testing.assert_close(scored, outputs[1].detach(), rtol=0, atol=1e-6)
     grads = [torch.autograd.grad(o.sin().sum(), x) for o, x in zip(outputs, (exact, single), strict=True)]
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(b.double(), a, rtol=0, atol=1e-5 * max(1.0, float(a.abs().max())))

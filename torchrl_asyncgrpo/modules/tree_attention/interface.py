@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from torchrl_asyncgrpo.modules.tree_attention import workers
 from torchrl_asyncgrpo.modules.tree_attention.features import BACKENDS, check_features, refuse
 from torchrl_asyncgrpo.modules.tree_attention.flex import tree_flex_attention
 from torchrl_asyncgrpo.modules.tree_attention.layout import TreeLayout, is_tree_mask
@@ -45,6 +46,8 @@ def install(model: PreTrainedModel, backend: str = "auto") -> str:
     model.set_attn_implementation(f"tree_{backend}")
     if model.config._attn_implementation != f"tree_{backend}":
         refuse("attention that cannot be switched after construction", model.config.model_type, backend)
+    if backend == "segments" and next(model.parameters()).device.type == "cpu":
+        workers.pool(torch.get_num_threads())
     return backend
 
 

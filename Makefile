@@ -2,7 +2,7 @@
 #
 #   make train ARGS="train.total_frames=256"     hydra overrides of the main job
 #   make test ARGS="-k packing"                  pytest options
-#   make train TORCH="torch --index-url ..."     another build of torch, e.g. for a GPU
+#   make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"     a build without CUDA
 
 PYTHON ?= python3
 VENV ?= .venv

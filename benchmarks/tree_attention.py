@@ -87,7 +87,7 @@ def in_turns(steps: list[Callable[[], None]], rounds: int) -> list[float]:
     return [statistics.median(column) for column in zip(*taken, strict=True)]
 
 
-def against_dense(name: str, tree: TreeLayout, bar: str, rounds: int) -> dict[str, Any]:
+def against_dense(name: str, tree: TreeLayout, bar: str | None, rounds: int) -> dict[str, Any]:
     ours, peer = in_turns(
         [forward_backward(segments_attention, tree), forward_backward(reference_attention, tree)], rounds
     )
@@ -129,8 +129,9 @@ def run() -> list[dict[str, Any]]:
         against_dense(
             "tree attention, 16 prompts × 8 short completions, against a dense mask", short, "ratio >= 1", 15
         ),
+        # the worst case: no segment is longer than one node, so that there is nothing to win
         against_dense(
-            "tree attention, a branch at each of 500 nodes, against a dense mask", caterpillar(500), "ratio >= 1", 15
+            "tree attention, a branch at each of 500 nodes, against a dense mask", caterpillar(500), None, 15
         ),
         growth(),
         planning("planning 16 prompts × 8 short completions, against one layer", short),

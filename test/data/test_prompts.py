@@ -38,6 +38,22 @@ def test_columns_and_chats():
     assert [d.columns for d in draws] == [{"answer": 3}, {"answer": 4}, {}]
 
 
+def test_dataset_with_length_and_rows():
+    """What a Hugging Face dataset offers: ``len`` and rows by index, without being a Sequence."""
+
+    class Rows:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return {"prompt": [{"role": "user", "content": str(index)}], "answer": index}
+
+    source = PromptSource(Rows(), num_epochs=2, shuffle=True)
+    draws = drawn(source, 4)
+    assert sorted(d.columns["answer"] for d in draws) == [0, 0, 1, 1]
+    assert source.exhausted
+
+
 @pytest.mark.parametrize("make", [lambda: [str(i) for i in range(7)], lambda: (str(i) for i in itertools.count())])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_resume_goes_on_and_repeats_the_unfinished(make, shuffle):

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import inspect
 import warnings
 from collections import Counter
 
@@ -721,6 +722,13 @@ def test_weights_of_a_finished_run_are_those_of_the_engine(run):
 def test_bad_arguments(run, options, message):
     with pytest.raises(ValueError, match=message):
         run(**options)
+
+
+def test_takes_every_argument_of_torchrl_s_grpo_trainer_with_its_default():
+    theirs = inspect.signature(GRPOTrainer.__init__).parameters
+    ours = inspect.signature(AsyncGRPOTrainer.__init__).parameters
+    assert {name: p.default for name, p in theirs.items()} == {name: ours[name].default for name in theirs}
+    assert set(ours) - set(theirs) == {"packer", "lr_scheduler"}
 
 
 def test_two_temperatures_are_refused(run):

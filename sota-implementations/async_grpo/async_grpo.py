@@ -44,7 +44,6 @@ def main(cfg: DictConfig) -> None:
     attention = model.config._attn_implementation
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
-    before = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
 
     # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers
     engine = TransformersEngine(model)
@@ -97,6 +96,7 @@ def main(cfg: DictConfig) -> None:
         logger=loggers,
         log_interval=0,
     )
+    before = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
     try:
         trainer.train()
     except KeyboardInterrupt:

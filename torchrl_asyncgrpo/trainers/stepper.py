@@ -76,7 +76,7 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             output, loss = self._loss(trainer, micro_batch)
             outputs.append(output)
             if not torch.isfinite(loss):
-                return self._skip(outputs, f"the loss of a micro-batch is {float(loss)}")
+                return self._skip(outputs, f"the loss of a micro-batch is {float(loss.detach())}")
             self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()

@@ -40,6 +40,7 @@ class Parts:
         *,
         groups=2,
         max_staleness=0,
+        max_gate=None,
         prompts=None,
         rewards=reward,
         batch_size=None,
@@ -57,9 +58,9 @@ class Parts:
         self.sender = LocalWeightSyncSender(self.model, self.engine)
         self.buffer = make_replay_buffer(
             batch_size=batch_size or groups,
-            max_staleness=max_staleness,
+            max_staleness=max_staleness if max_gate is None else max_gate,
             current_version=lambda: self.engine.policy_version,
-            timeout=60,
+            timeout=15,
         )
         self.collector = AsyncLLMCollector(
             self.engine,
@@ -544,6 +545,66 @@ def test_checkpoint_in_the_middle_of_a_window_is_allowed_and_exact(run, sync, tm
     second.trainer.train()
     assert same(straight.weights(), second.weights())
     assert second.buffer.dropped == {}
+
+
+@pytest.mark.parametrize(("sync", "steps_per_item"), [(True, None), (False, 2)])
+@pytest.mark.parametrize("dying_step", [1, 2])
+@pytest.mark.filterwarnings("ignore:The (default|legacy):")
+def test_item_of_several_windows_resumes_at_the_window_that_was_interrupted(
+    run, sync, steps_per_item, dying_step, tmp_path
+):
+    options = dict(
+        sync=sync,
+        groups=2,
+        batch_size=1,
+        max_staleness=0 if sync else 1,
+        max_gate=3,
+        optim_steps_per_batch=steps_per_item,
+        total_frames=12,
+    )
+    path, trained = tmp_path / "checkpoint", []
+    first = checkpointed(run(**options), path, "legacy")
+    second = run(**options)
+    for parts in (first, second):
+        parts.trainer.register_op("post_optim_log", lambda batches: trained.extend(groups_of(batches)))
+    term, calls = first.loss.policy_term, []
+
+    class Killed(BaseException):
+        pass
+
+    def dies(*arguments):
+        calls.append(1)
+        if len(calls) == dying_step:
+            first.trainer.save_trainer(force_save=True)
+            raise Killed
+        return term(*arguments)
+
+    first.loss.policy_term = dies
+    with pytest.raises(Killed):
+        first.trainer.train()
+    second.trainer.load_from_file(path)
+    second.trainer.train()
+    assert trained == [0, 1, 2, 3]
+    assert second.trainer.collected_frames == 12
+
+
+@pytest.mark.filterwarnings("ignore:The (default|legacy):")
+def test_interrupted_item_does_not_wait_for_a_collector_that_starts_behind_it(run, tmp_path):
+    options = dict(groups=2, batch_size=1, max_staleness=1, max_gate=3, optim_steps_per_batch=2, total_frames=9)
+    first = checkpointed(run(**options), tmp_path / "checkpoint", "legacy")
+
+    def dies(*arguments):
+        first.trainer.save_trainer(force_save=True)
+        raise KeyboardInterrupt
+
+    first.loss.policy_term = dies
+    with pytest.raises(KeyboardInterrupt):
+        first.trainer.train()
+    second = run(**options)
+    second.trainer.load_from_file(tmp_path / "checkpoint")
+    second.buffer.empty()
+    second.trainer.train()
+    assert second.trainer.collected_frames == 9
 
 
 @pytest.mark.filterwarnings("ignore:The (default|legacy):")

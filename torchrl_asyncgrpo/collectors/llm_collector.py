@@ -251,7 +251,7 @@ class AsyncLLMCollector(BaseCollector):
         """Do nothing: weights reach the engine through a weight-sync sender, of which a collector knows nothing."""
 
     def stats(self) -> dict[str, int | float | bool]:
-        """Counters of draws, groups, rollouts and tokens, and what was dropped or left unscored and why."""
+        """Counters of groups, rollouts and tokens, and of what failed, was dropped or left unscored."""
         return dict(self.counters)
 
     # --- collecting -------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class AsyncGRPOTrainer(Trainer):
 
     Args:
         collector: source of groups; ``AsyncLLMCollector``, or any torchrl collector that yields rollouts.
-        total_frames: rollouts to train; those of skipped windows count.
+        total_frames: rollouts to train; those of skipped windows count. The item in which it is reached is finished.
         frame_skip: frames that a rollout counts for.
         optim_steps_per_batch: optimizer steps per item of the collector. None takes every window of the item, and one
             window with ``async_collection=True``.
@@ -201,11 +201,7 @@ class AsyncGRPOTrainer(Trainer):
         self.step_log = StepLog(self, log_rewards=log_rewards, log_kl=log_kl)
         self.register_op("post_optim_complete_log", self.step_log.kl)
         self.reader = WindowReader(
-            replay_buffer,
-            TreePacker() if packer is None else packer,
-            groups=groups,
-            blocking=async_collection,
-            device=device,
+            replay_buffer, packer or TreePacker(), groups=groups, blocking=async_collection, device=device
         )
         self.reader.register(self)
         self.register_module("rng", GlobalRNGState())
@@ -213,7 +209,7 @@ class AsyncGRPOTrainer(Trainer):
             self.register_module("replay_buffer", replay_buffer)
         if lr_scheduler is not None:
             LRSchedulerHook(lr_scheduler, interval="optim").register(self)
-        self.weight_push = None
+        self.weight_push: WeightPush | None = None
         if weight_sync_sender is not None:
             self.weight_push = WeightPush(
                 weight_sync_sender,
@@ -225,7 +221,7 @@ class AsyncGRPOTrainer(Trainer):
                 else None,
             )
             self.weight_push.register(self)
-        self._statistics: list[dict[str, float]] = []
+        self._statistics: dict[int, dict[str, float]] = {}
 
     def _window_groups(self, batch_size: int | None, accumulation: int) -> int | None:
         own = self.replay_buffer.batch_size if self.replay_buffer is not None else None
@@ -302,7 +298,9 @@ class AsyncGRPOTrainer(Trainer):
 
     def _batches(self) -> Iterator[TensorDictBase | None]:
         if self.reader.interrupted:
+            self.reader.blocking = False
             yield None  # its windows first, before anything is collected for the next
+        self.reader.blocking = self.async_collection
         if self.async_collection:
             self.collector.start()
             while not self.reader.exhausted:
@@ -353,8 +351,8 @@ class AsyncGRPOTrainer(Trainer):
             micro_batches = self._process_optim_batch_hook(batch)
         except StopIteration:
             return None
-        if reader.position >= len(self._statistics):
-            self._statistics.append(self.step_log.window(reader.window, micro_batches))
+        if reader.position not in self._statistics:
+            self._statistics[reader.position] = self.step_log.window(reader.window, micro_batches)
         statistics = self._statistics[reader.position]
         with reader.phase("train"):
             metrics = stepper.step(self, micro_batches)

@@ -71,9 +71,10 @@ class WeightSyncSender(abc.ABC):
             self.init_weight_transfer()
             self._initialized = True
         version = self.policy_version + 1 if self.next_version is None else self.next_version
+        weights = self.prepare(version)
         self.pause()
         try:
-            self.send_weights(self.named_weights())
+            self.send_weights(weights)
         except BaseException:
             try:
                 self.resume()
@@ -83,6 +84,19 @@ class WeightSyncSender(abc.ABC):
         self.resume(version)
         self.next_version = None
         return version
+
+    def prepare(self, version: int) -> Iterable[tuple[str, Tensor]]:
+        """Do what needs no pause yet, and return what :meth:`send_weights` gets: the module's weights.
+
+        Args:
+            version: policy version that the push will have.
+        """
+        del version
+        return self.named_weights()
+
+    def lost(self) -> bool:
+        """Whether the engine is up and no longer holds the last confirmed push, because it was restarted."""
+        return False
 
     @torch.no_grad()
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:

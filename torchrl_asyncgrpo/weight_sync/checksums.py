@@ -1,0 +1,114 @@
+"""Whether a vLLM server holds exactly the weights that were sent, from the checksums it reports."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torchrl._utils import logger as torchrl_logger
+
+# Parameters that vLLM concatenates from several of the checkpoint's
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+# vLLM pads the rows of an embedding to a multiple of this, with zeros
+VOCABULARY_PADDING = 64
+_KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
+_NOTHING = hashlib.sha256(b"").hexdigest()
+
+
+def compare_checksums(
+    weights: Mapping[str, Tensor], checksums: Mapping[str, str], dtype: torch.dtype, *, strict: bool = True
+) -> None:
+    """Compare what a server holds with what it should hold.
+
+    Every digest of the server must be that of the tensor, of the tensors it is fused from, or of the part that a
+    tensor-parallel rank keeps of them; and every tensor must be found.
+
+    Args:
+        weights: tensors by checkpoint name, tied ones once.
+        checksums: SHA-256 of each parameter of each worker, of vLLM's ``/weight_checker``.
+        dtype: that the server keeps floating point in.
+        strict: raise, rather than warn, where some cannot be compared because the server renamed or quantised them.
+
+    Raises:
+        ValueError: naming the first tensors that differ, or that cannot be compared.
+    """
+    shards = 1 + max(int(_parts(key)[0]) for key in checksums)
+    differing: list[str] = []
+    unknown: list[str] = []
+    found: set[str] = set()
+    for key, digest in checksums.items():
+        rank, name = _parts(key)
+        sources = [source for source in _sources(name) if all(part in weights for part in source)]
+        if not sources or digest == _NOTHING:
+            unknown.append(key)
+            continue
+        found.update(part for source in sources for part in source)
+        candidates = (
+            candidate
+            for source in sources
+            for candidate in _layouts([weights[part].detach() for part in source], int(rank), shards)
+        )
+        if not any(_digest(candidate, dtype) == digest for candidate in candidates):
+            differing.append(key)
+    missing = sorted(set(weights) - found)
+    if differing:
+        raise ValueError(
+            f"the server's {differing[0]} and {len(differing) - 1} more of {len(checksums)} parameters are not "
+            "what was sent. Push again; if it persists, restart the server."
+        )
+    if unknown or missing:
+        message = (
+            f"checksums cannot be compared: {len(unknown)} of the server's parameters have no counterpart or no "
+            f"readable value ({', '.join(unknown[:2])}), and {len(missing)} of the tensors sent were not found "
+            f"({', '.join(missing[:2])}). Use verify='none' for a server that quantises or renames its weights."
+        )
+        if strict:
+            raise ValueError(message)
+        torchrl_logger.warning(message)
+
+
+def _parts(key: str) -> tuple[str, str]:
+    match = _KEY.fullmatch(key)
+    if match is None:
+        raise ValueError(f"the server's checksum {key!r} does not name its worker; is this vLLM 0.32 or newer?")
+    return match[4], match[5]
+
+
+def _sources(name: str) -> Iterator[tuple[str, ...]]:
+    yield (name,)
+    for fused, parts in FUSED.items():
+        if f".{fused}." in name:
+            yield tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
+
+
+def _layouts(parts: list[Tensor], rank: int, shards: int) -> Iterator[Tensor]:
+    """The forms in which rank ``rank`` of ``shards`` may hold the concatenation of ``parts``, likeliest first."""
+    if shards == 1:
+        yield torch.cat(parts) if len(parts) > 1 else parts[0]
+    for dim in (0, 1):
+        if shards > 1 and all(part.ndim > dim and part.shape[dim] % shards == 0 for part in parts):
+            yield torch.cat([part.chunk(shards, dim)[rank] for part in parts])
+    if shards > 1:
+        if len(parts) == 3:  # fewer heads of keys and values than ranks: each is held by several
+            query, key, value = parts
+            for heads in (d for d in range(1, shards) if shards % d == 0):
+                own = rank * heads // shards
+                yield torch.cat([query.chunk(shards)[rank], key.chunk(heads)[own], value.chunk(heads)[own]])
+        yield torch.cat(parts)
+    if len(parts) == 1:
+        (whole,) = parts
+        if whole.ndim == 2:
+            yield whole.T
+            padding = -len(whole) % VOCABULARY_PADDING
+            yield torch.cat([whole, whole.new_zeros(padding, whole.shape[1])]).chunk(shards)[rank]
+
+
+def _digest(tensor: Tensor, dtype: torch.dtype) -> str:
+    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()

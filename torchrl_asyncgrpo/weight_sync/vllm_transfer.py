@@ -1,0 +1,183 @@
+"""The trainer's end of vLLM's weight transfer: its client over our HTTP calls, and its engine for each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerFailed
+from torchrl_asyncgrpo.weight_sync import vllm_plugin
+from torchrl_asyncgrpo.weight_sync.patches import changed_elements
+from torchrl_asyncgrpo.weight_sync.vllm_shm import SharedMemoryTrainerInitInfo
+
+Backend = Literal["shm", "nccl", "ipc", "sparse_nccl"]
+
+
+class PushClient(HTTPVLLMWeightSyncClient):
+    """vLLM's client, with every status and time-out checked as everywhere in this package.
+
+    Attributes:
+        version: weight version that the next push is finished with.
+    """
+
+    def __init__(self, http: VLLMHTTP, timeout: float) -> None:
+        super().__init__(http.url, timeout)
+        self._http = http
+        self.version: str | None = None
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        self._http.post(f"/{path}", json, timeout=self.timeout)
+
+    def start_weight_update(self) -> None:
+        """Start an update; one that a trainer began and did not live to finish is finished first."""
+        try:
+            super().start_weight_update()
+        except ServerFailed:
+            super().finish_weight_update()
+            super().start_weight_update()
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Finish an update under :attr:`version`."""
+        super().finish_weight_update(self.version if weight_version is None else weight_version)
+
+
+class PushSource(WeightSource):
+    """The tensors of the push under way, in the dtype that travels.
+
+    Args:
+        metadata: name, dtype and shape of what every push consists of.
+
+    Attributes:
+        weights: the tensors of this push, in any dtype.
+    """
+
+    def __init__(self, metadata: list[ParamMeta]) -> None:
+        self._metadata = metadata
+        self.weights: Iterable[tuple[str, Tensor]] = ()
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> PushSource:
+        """Source of pushes that consist of tensors of these names, dtypes and shapes."""
+        return cls([ParamMeta(*tensor) for tensor in tensors])
+
+    def metadata(self) -> list[ParamMeta]:
+        """Name, dtype and shape of the tensors."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for meta, (name, tensor) in zip(self._metadata, self.weights, strict=True):
+            if name != meta.name or tuple(tensor.shape) != meta.shape:
+                raise ValueError(
+                    f"the push has {name!r} of shape {tuple(tensor.shape)} where the first one had {meta.name!r} of "
+                    f"{meta.shape}; every push of a sender holds the same tensors in the same order."
+                )
+            yield name, materialize_full_tensor(tensor.detach()).to(meta.dtype)
+
+
+@dataclass
+class TransferSettings:
+    """What a backend needs to know.
+
+    Args:
+        backend: name of the backend.
+        world_size: processes of the server that hold weights.
+        delta: send changed elements only.
+        keep_unpacked: see ``vllm_plugin``.
+        timeout: seconds of each step.
+        master_address: host of the trainer, as the server's workers reach it; NCCL.
+        master_port: a free port there; NCCL.
+    """
+
+    backend: Backend
+    world_size: int
+    delta: bool
+    keep_unpacked: bool
+    timeout: float
+    master_address: str
+    master_port: int
+
+
+def open_transfer(settings: TransferSettings, client: PushClient, source: PushSource) -> Any:
+    """Shake hands with the server, and return vLLM's trainer-side engine."""
+    if settings.backend == "sparse_nccl":
+        return SparseTransfer(settings, client, source)
+    return WeightTransferTrainerFactory.trainer_init(_init_info(settings), client=client, source=source)
+
+
+def _init_info(settings: TransferSettings) -> Any:
+    if settings.backend == "shm":
+        vllm_plugin.register()
+        return SharedMemoryTrainerInitInfo(
+            rank=0,
+            workers=settings.world_size,
+            delta=settings.delta,
+            keep_unpacked=settings.keep_unpacked,
+            timeout=settings.timeout,
+        )
+    if settings.backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        return IPCTrainerInitInfo(rank=0)
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerInitInfo
+
+    kind = NCCLTrainerInitInfo if settings.backend == "nccl" else SparseNCCLTrainerInitInfo
+    return kind(
+        rank=0,
+        master_address=settings.master_address,
+        master_port=settings.master_port,
+        world_size=settings.world_size + 1,
+    )
+
+
+class SparseTransfer:
+    """vLLM's sparse NCCL engine, which takes patches: the changed elements, or all of them in a full push.
+
+    Attributes:
+        sent_bytes: bytes that the last push carried.
+        full_bytes: bytes of all weights.
+    """
+
+    def __init__(self, settings: TransferSettings, client: PushClient, source: PushSource) -> None:
+        self._source = source
+        self._client = client
+        self._delta = settings.delta
+        self._engine = WeightTransferTrainerFactory.trainer_init(_init_info(settings), client=client)
+        self._served: dict[str, Tensor] | None = None
+        self.full_bytes = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in source.metadata())
+        self.sent_bytes = 0
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Push; the next one is a full one if this fails."""
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
+
+        served, self._served = self._served, None
+        patches, now = [], {}
+        for name, tensor in self._source:
+            if served is None:
+                index, value = torch.arange(tensor.numel(), dtype=torch.int32, device=tensor.device), tensor.reshape(-1)
+            else:
+                patch = changed_elements(tensor, served[name])
+                index, value = patch.index, patch.value
+            if len(index):
+                patches.append(SparseWeightPatch(name, index, value.contiguous(), tuple(tensor.shape)))
+            now[name] = tensor.clone() if self._delta else tensor
+        self.sent_bytes = sum(patch.indices.nbytes + patch.values.nbytes for patch in patches)
+        if patches:
+            self._engine.send_weights(patches)
+        else:  # vLLM sends nothing at all then, and the version is new nevertheless
+            self._client.start_weight_update()
+            self._client.finish_weight_update()
+        self._served = now if self._delta else None
+
+    def shutdown(self) -> None:
+        """Close the communicator."""
+        self._engine.shutdown()

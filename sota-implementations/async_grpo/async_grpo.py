@@ -3,19 +3,22 @@
 python async_grpo.py                                     # SmolLM2-135M-Instruct learns single-digit sums on a CPU
 python async_grpo.py model.name=Qwen/Qwen3-0.6B          # a hub name or a local directory
 python async_grpo.py train.total_frames=640 optim.lr=1e-5
+python async_grpo.py --config-name async_grpo_vllm       # the same on a vLLM server, which it starts
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from pathlib import Path
 
 import hydra
 import torch
 from omegaconf import DictConfig
-from report import comparison_table, plot_course, sampled_answers
+from report import comparison_table, plot_course, recoveries_line, sampled_answers
 from sums import last_number_is_sum, make_prompts
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torchrl_asyncgrpo import (
     AsyncGRPOTrainer,
@@ -27,13 +30,57 @@ from torchrl_asyncgrpo import (
     TransformersEngine,
     TreeActor,
     TreePacker,
+    VLLMEngine,
+    VLLMWeightSyncSender,
+    WeightSyncSender,
     make_replay_buffer,
 )
 from torchrl_asyncgrpo.data.pretrained import resolve_model
+from torchrl_asyncgrpo.engines.base import Engine
+from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
+
+
+def make_engine(
+    cfg: DictConfig, model: PreTrainedModel, path: str, cleanup: contextlib.ExitStack
+) -> tuple[Engine, WeightSyncSender]:
+    """The engine that samples, and the sender that pushes the trained weights into it."""
+    if cfg.engine.name == "transformers":  # in this process, between two of its decoding steps
+        engine = TransformersEngine(model)
+        cleanup.callback(engine.shutdown)
+        return engine, LocalWeightSyncSender(model, engine)
+    url = cfg.engine.url
+    if url is None:
+        server = VLLMServer(
+            path,
+            backend=cfg.engine.backend,
+            dtype=cfg.engine.dtype,
+            max_model_len=cfg.engine.max_model_len,
+            kv_cache_gib=cfg.engine.kv_cache_gib,
+            max_restarts=cfg.engine.max_restarts,
+            log_file=Path(cfg.output) / "vllm.log",
+        )
+        url = cleanup.enter_context(server).url
+    engine = VLLMEngine(url)
+    cleanup.callback(engine.shutdown)
+    sender = VLLMWeightSyncSender(
+        model,
+        url,
+        backend=cfg.engine.backend,
+        serving_dtype=getattr(torch, cfg.engine.dtype),
+        delta=cfg.engine.delta,
+        master_address=cfg.engine.master_address,
+    )
+    return engine, sender
 
 
 @hydra.main(version_base=None, config_path=".", config_name="async_grpo")
 def main(cfg: DictConfig) -> None:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # hydra shows everybody's every call
+    with contextlib.ExitStack() as cleanup:
+        run(cfg, cleanup)
+
+
+def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     output = Path(cfg.output)
     torch.manual_seed(cfg.train.seed)
 
@@ -46,11 +93,11 @@ def main(cfg: DictConfig) -> None:
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
 
     # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers
-    engine = TransformersEngine(model)
+    engine, sender = make_engine(cfg, model, path, cleanup)
     replay_buffer = make_replay_buffer(
         batch_size=cfg.train.groups_per_step,
         max_staleness=cfg.train.max_staleness,
-        current_version=lambda: engine.policy_version,
+        current_version=lambda: sender.policy_version,
     )
     collector = AsyncLLMCollector(
         engine,
@@ -77,9 +124,6 @@ def main(cfg: DictConfig) -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
 
-    # Weight sync: trained weights reach the engine between two of its decoding steps
-    sender = LocalWeightSyncSender(model, engine)
-
     loggers = [CSVLogger("csv", log_dir=str(output)), TensorboardLogger("tensorboard", log_dir=str(output))]
     trainer = AsyncGRPOTrainer(
         collector=collector,
@@ -102,12 +146,13 @@ def main(cfg: DictConfig) -> None:
     except KeyboardInterrupt:
         print(f"\nStopped after {trainer.collected_frames} rollouts; what was trained so far is saved.")
     finally:
-        engine.shutdown()
+        sender.destroy()
+        cleanup.close()
 
     if trainer.collected_frames:
         plot_course(output / "csv", output / "reward.png")
     after = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
-    table = comparison_table(examples, before, after)
+    table = comparison_table(examples, before, after) + recoveries_line(sender.counters["server_recoveries"])
     (output / "answers.md").write_text(table + "\n")
     model.set_attn_implementation(attention)
     model.save_pretrained(output / "model")

@@ -67,6 +67,12 @@ def sampled_answers(
     return answers
 
 
+def recoveries_line(recoveries: int) -> str:
+    """How often the engine's server came back without its weights, if it did."""
+    times = {1: "once", 2: "twice"}.get(recoveries, f"{recoveries} times")
+    return f"\n\nThe server was restarted {times}, and given its weights again." if recoveries else ""
+
+
 def comparison_table(prompts: Sequence[dict[str, Any]], before: Sequence[str], after: Sequence[str]) -> str:
     """A table in Markdown: prompt, right answer, answer before and after training."""
     lines = ["| prompt | answer | before | after |", "|---|---|---|---|"]

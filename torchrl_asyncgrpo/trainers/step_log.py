@@ -87,6 +87,8 @@ class StepLog:
             counters |= {f"groups_dropped_{reason}": n for reason, n in trainer.replay_buffer.dropped.items()}
         if isinstance(trainer.optimization_stepper, WindowOptimizationStepper):
             counters["optim_steps_skipped"] = trainer.optimization_stepper.skipped_steps
+        if trainer.weight_sync_sender is not None:
+            counters |= trainer.weight_sync_sender.counters
         return counters
 
 

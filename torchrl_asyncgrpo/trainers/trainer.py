@@ -221,6 +221,7 @@ class AsyncGRPOTrainer(Trainer):
                 else None,
             )
             self.weight_push.register(self)
+            self.reader.waiting = self.weight_push.watching
         self._statistics: dict[int, dict[str, float]] = {}
 
     def _window_groups(self, batch_size: int | None, accumulation: int) -> int | None:
@@ -306,7 +307,7 @@ class AsyncGRPOTrainer(Trainer):
             while not self.reader.exhausted:
                 yield None
         else:
-            yield from self.collector
+            yield from self.reader.wait_for_each(self.collector)
 
     def _train_on(self, batch: TensorDictBase | None) -> None:
         if batch is not None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torchrl._utils import logger as torchrl_logger
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
+
+# Seconds between two looks at whether the engine lost its weights
+WATCH_INTERVAL = 1.0
 
 
 class WeightPush(TrainerHookBase):
@@ -51,6 +57,36 @@ class WeightPush(TrainerHookBase):
             self._push()
             if self.after is not None:
                 self.after()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Push again when the engine was restarted and lost its weights, while the trainer waits and they stand still.
+
+        Weights that were pushed keep their version; steps taken since then make a new one.
+        """
+        if not self.sender.engine_may_restart or self._pushed_at is None:
+            yield
+            return
+        leave = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(leave,), name="weight watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            leave.set()
+            watcher.join()  # a push that has begun is finished before the weights change
+
+    def _watch(self, leave: threading.Event) -> None:
+        while not leave.wait(WATCH_INTERVAL):
+            if not self.sender.lost():
+                continue
+            if self.steps_taken() == self._pushed_at:
+                self.sender.next_version = self.sender.policy_version
+            try:
+                self._push()
+            except Exception as failure:  # noqa: BLE001 - tried again, until whoever waits for the engine gives up
+                self.sender.next_version = None  # not of the weights that are next, if these are not pushed any more
+                torchrl_logger.warning(f"The engine was restarted, and a push of its weights failed: {failure}")
 
     def _push(self) -> None:
         self.sender.update_weights()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class WindowReader(TrainerHookBase):
 
     Attributes:
         exhausted: True when the source has ended and every group was handed out.
+        waiting: makes the context in which the reader waits for groups.
         phase: timer of ``"wait"`` and ``"pack"``, and of what else the trainer does with the window.
         epoch: pass over the windows of the item.
         position: windows of the item that were trained in this epoch.
@@ -52,6 +54,7 @@ class WindowReader(TrainerHookBase):
         self.groups = groups
         self.blocking = blocking
         self.device = device
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.phase = PhaseTimer()
         self.exhausted = False
         self.epoch = 0
@@ -103,13 +106,24 @@ class WindowReader(TrainerHookBase):
             if consumed or not buffer.can_sample(self.groups):
                 raise StopIteration
         try:
-            with self.phase("wait"):
+            with self.phase("wait"), self.waiting():
                 if isinstance(buffer, GroupReplayBuffer):
                     return list(buffer.sample(self.groups, release=False).unbind(0))
                 return list(buffer.sample(self.groups).unbind(0))
         except StopIteration:
             self.exhausted = True
             raise
+
+    def wait_for_each(self, items: Iterable[TensorDictBase | None]) -> Iterator[TensorDictBase | None]:
+        """Yield the items of a collector that collects in the trainer's turn."""
+        iterator = iter(items)
+        end = object()
+        while True:
+            with self.waiting():
+                item: Any = next(iterator, end)
+            if item is end:
+                return
+            yield item
 
     def pack(self, window: TensorDictBase) -> TensorDictBase:
         """Fold the rollouts [R] of a window into a lazy stack [K] of micro-batches on the training device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -22,11 +23,16 @@ class WeightSyncSender(abc.ABC):
     Attributes:
         next_version: version of the next push; None for one more than the last. A resumed run sets it, so that
             weights which were pushed before keep their version.
+        counters: what happened, by name; the trainer logs them.
+        engine_may_restart: True where the engine may lose its weights, so that :meth:`lost` is worth asking.
     """
+
+    engine_may_restart = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.next_version: int | None = None
+        self.counters: Counter[str] = Counter()
         self._initialized = False
 
     @property

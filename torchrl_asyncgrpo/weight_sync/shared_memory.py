@@ -89,6 +89,12 @@ class SharedFile:
     """
 
     def __init__(self, nbytes: int) -> None:
+        available = _available_bytes()
+        if nbytes > available:  # reserving would not fail, but bring the machine down
+            raise MemoryError(
+                f"no {nbytes / 1e9:.2f} GB of shared memory for the weights, only {available / 1e9:.2f} GB are free; push "
+                "in a smaller serving_dtype, or free some memory."
+            )
         self._descriptor = os.memfd_create("torchrl_asyncgrpo")
         try:
             os.posix_fallocate(self._descriptor, 0, nbytes)
@@ -100,3 +106,9 @@ class SharedFile:
     def close(self) -> None:
         """Give the path up; mappings that exist stay good."""
         os.close(self._descriptor)
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -29,7 +29,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
 
     The server's weight version is the policy version. It advances when the server confirmed the push; a push that
     fails raises, leaves the version, and the next one is a full one. A server that was restarted is waited for, and
-    gets a full push; ``recoveries`` counts how often.
+    gets a full push; ``counters`` says how often.
 
     Backends, which the server must have been started with (``--weight-transfer-config '{"backend": ...}'``):
 
@@ -62,13 +62,15 @@ class VLLMWeightSyncSender(WeightSyncSender):
         api_key: that of the server's ``--api-key``.
 
     Attributes:
-        recoveries: pushes that were made because the server had lost its weights.
+        counters: ``server_recoveries``, pushes that were made because the server had lost its weights.
         sent_bytes: bytes that the last push carried; None where the backend does not say.
         pause_seconds: how long the last push held generation.
 
     Raises:
         ValueError: if arguments exclude each other.
     """
+
+    engine_may_restart = True
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self.restart_timeout = restart_timeout
         self.master_address = master_address
         self.master_port = master_port
-        self.recoveries = 0
+        self.counters["server_recoveries"] = 0
         self.pause_seconds = 0.0
         self._http = VLLMHTTP(url, timeout=timeout, api_key=api_key)
         self._policy_version = 0
@@ -288,7 +290,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
 
     def _start_over(self) -> None:
         torchrl_logger.warning(f"the vLLM server at {self.url} lost its weights; it gets all of them again.")
-        self.recoveries += 1
+        self.counters["server_recoveries"] += 1
         self._initialized = False
         self._half_written = False
 

@@ -122,7 +122,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Stage or commit a push."""
         if update_info.phase == "stage":
-            self._join()
+            self._discard()
             self._pending = update_info
             if self.device.type == "cpu":
                 self._thread = threading.Thread(target=self._stage, name="weight staging", daemon=True)
@@ -145,8 +145,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def shutdown(self) -> None:
         """Let go of the trainer's memory."""
-        self._join()
+        self._discard()
         self._slots.clear()
+
+    def _discard(self) -> None:
+        """Drop a push that was staged and never committed."""
+        staged, _ = self._join()
+        if staged is not None:
+            staged.release()
 
     def _join(self) -> tuple[Any, Exception | None]:
         """End the staging thread, and hand out what it made or what it failed with."""

@@ -103,14 +103,16 @@ class StagedReload:
         self._keep_unpacked = keep_unpacked
         self._twins: dict[Any, Any] = {}  # layers of vLLM, with attributes that nn.Module does not have
         self._before: dict[Any, dict[str, Any]] = {}
+        self._loaded: list[Any] = []
         twin_of_model = self._twin(model)
         try:
             _check_complete(_identities(model), _load(twin_of_model, weights))
-            self._loaded = [live for live, twin in self._twins.items() if _finish_layer(twin)]
+            self._loaded += [live for live, twin in self._twins.items() if _finish_layer(twin)]
             self._repack_tied()
-        finally:
-            for twin in self._twins.values():
-                LAYERWISE_INFO.pop(twin, None)
+        except BaseException:
+            self.release()
+            raise
+        self._forget_loaders()
 
     def commit(self, model_config: Any) -> None:
         """Swap the new tensors in; no forward may run.
@@ -127,16 +129,31 @@ class StagedReload:
                     elif tensor is not None:
                         own[name].data = tensor.data
             before = self._before[live]
-            live.__dict__.update(
-                {
-                    name: value
-                    for name, value in twin.__dict__.items()
-                    if name not in _STRUCTURE and before.get(name, before) is not value
-                }
-            )
+            new = {
+                name: value
+                for name, value in twin.__dict__.items()
+                if name not in _STRUCTURE and before.get(name, before) is not value
+            }
+            live.__dict__.update(new)
+            twin.__dict__.update(dict.fromkeys(new))
         for live in self._twins:
             if is_deferred_attention_layer(live):  # such as the projections that MLA absorbs
                 live.process_weights_after_loading(model_config.dtype)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the tensors; modules and loaders refer to each other, and the collector of a worker runs rarely."""
+        self._forget_loaders()
+        for twin in self._twins.values():
+            twin._parameters.clear()
+            twin._buffers.clear()
+        self._twins.clear()
+        self._before.clear()
+        self._loaded.clear()
+
+    def _forget_loaders(self) -> None:
+        for twin in self._twins.values():
+            LAYERWISE_INFO.pop(twin, None)
 
     def _twin(self, live: Any) -> Any:
         """A module with the children's twins, whose tensors are empty and wait for the loader."""

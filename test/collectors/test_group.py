@@ -44,6 +44,29 @@ def test_rollouts_hold_what_was_sampled():
     ]
 
 
+def test_kept_sets_of_a_truncating_sampler_stand_behind_the_whole_vocabulary_of_the_prompt():
+    """T2."""
+    rows = assemble(
+        [
+            Completion([1, 2], [-0.5, 0.0], [3, 3], "stop", sampling_mask=[[1, 8], [2]]),
+            Completion([1, 2], [-0.5, -0.25], [3, 3], "stop", sampling_mask=[[4, 1], []]),
+            Completion([9], [-1.0], [3], "stop"),
+        ],
+        [1.0, 0.0, 0.5],
+    )
+    assert [row["kept_count"].tolist() for row in rows[:2]] == [[0, 0, 2, 1], [0, 0, 2, 0]]
+    assert [row["kept_token_ids"].tolist() for row in rows[:2]] == [[1, 8, 2], [1, 4]]
+    assert "kept_count" not in rows[2]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"), [([[1], [7]], r"sampling_mask\[3\] .*, 2, is not"), ([[1]], "sampling_mask has 3 sets.* 4")]
+)
+def test_kept_sets_that_do_not_fit_the_tokens_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        assemble([Completion([1, 2], [-0.5, -0.1], [3, 3], "stop", sampling_mask=mask)], [1.0])
+
+
 def test_token_without_a_log_prob_is_untrained():
     """T4."""
     (row,) = assemble([Completion([1, 2, 3], [-0.5, math.nan, -1.0], [0] * 3, "stop")], [1.0])

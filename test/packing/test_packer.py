@@ -12,6 +12,8 @@ from torchrl_asyncgrpo.data.schema import (
     ENTRY_REF_LOG_PROB,
     ENTRY_ROLLOUT,
     ENTRY_SAMPLE_LOG_PROB,
+    KEPT_ENTRY,
+    KEPT_TOKEN,
     NODE_INPUT_IDS,
     NODE_PARENT,
     NODE_POSITION_IDS,
@@ -35,12 +37,15 @@ packers = pytest.mark.parametrize("packer_class", [TreePacker, FlatPacker])
 @st.composite
 def windows(draw, max_rollouts=8):
     """Rollouts over three tokens, some identical, some a prefix of another, some without a trained token."""
-    with_reference = draw(st.booleans())
+    with_reference, with_masks = draw(st.booleans()), draw(st.booleans())
     rollouts = []
     for i in range(draw(st.integers(1, max_rollouts))):
         tokens = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
         mask = [False, *(draw(st.booleans()) for _ in tokens[1:])]
         log_prob = [-draw(st.floats(0, 4, width=32)) if trained else float("nan") for trained in mask]
+        kept = None
+        if with_masks and draw(st.booleans()):
+            kept = [draw(st.one_of(st.none(), st.sets(st.integers(0, 4)).map(lambda s, t=t: s | {t}))) for t in tokens]
         rollouts.append(
             make_rollout(
                 tokens,
@@ -51,6 +56,7 @@ def windows(draw, max_rollouts=8):
                 advantage=draw(st.floats(-2, 2, width=32)),
                 policy_version=draw(st.lists(st.integers(0, 3), min_size=len(tokens), max_size=len(tokens))),
                 ref_log_prob=log_prob if with_reference else None,
+                sampling_mask=kept,
             )
         )
     return rollouts
@@ -106,6 +112,25 @@ def test_every_trained_token_is_one_entry(packer_class, rollouts, budget, least)
         found.update(zip(*(column.tolist() for column in columns), strict=True))
         if "ref_log_prob" in rollouts[0]:
             assert torch.equal(batch[ENTRY_REF_LOG_PROB], batch[ENTRY_SAMPLE_LOG_PROB])
+    assert found == expected
+
+
+@packers
+@given(windows(), budgets, st.integers(1, 4))
+def test_every_entry_has_the_kept_set_of_its_own_token(packer_class, rollouts, budget, least):
+    expected = {}
+    for r in rollouts:
+        count_N = r.get("kept_count", torch.zeros(len(r["token_ids"]), dtype=torch.long)).tolist()
+        kept_N = r.get("kept_token_ids", torch.zeros(0, dtype=torch.long)).split(count_N)
+        for n in r["loss_mask"].nonzero().flatten().tolist():
+            expected[int(r["rollout_id"]), n] = kept_N[n].tolist()
+    found = {}
+    for batch in pack(packer_class, rollouts, token_budget=budget, min_micro_batches=least):
+        depth_L = batch.validate()[NODE_POSITION_IDS][batch[ENTRY_NODE]].tolist()
+        rollout_L = batch[ROLLOUT_ROLLOUT_ID][batch[ENTRY_ROLLOUT]].tolist()
+        assert ("kept" in batch.keys()) == any(expected.values()), "all micro-batches of a window or none"
+        for entry, key in enumerate(zip(rollout_L, depth_L, strict=True)):
+            found[key] = batch[KEPT_TOKEN][batch[KEPT_ENTRY] == entry].tolist() if "kept" in batch.keys() else []
     assert found == expected
 
 
@@ -191,6 +216,16 @@ def test_identical_rollouts_share_every_node(copies):
     assert batch.validate().num_nodes == 3
     assert batch[ENTRY_NODE].tolist() == [1, 2] * copies
     assert batch[ROLLOUT_ADVANTAGE].tolist() == [float(i) for i in range(copies)]
+
+
+def test_different_kept_sets_on_one_node_share_it():
+    (batch,) = TreePacker()(
+        [rollout([1, 2], [1], i, sampling_mask=mask) for i, mask in enumerate([[None, [2, 7]], None, [None, [2]]])]
+    )
+    assert batch.validate().num_nodes == 2
+    assert batch[ENTRY_NODE].tolist() == [1, 1, 1]
+    assert batch[KEPT_ENTRY].tolist() == [0, 0, 2]
+    assert batch[KEPT_TOKEN].tolist() == [2, 7, 2]
 
 
 @packers

@@ -61,8 +61,37 @@ def test_any_container_of_rollouts_is_read():
         assert read_window(rollouts).rollout_id.tolist() == [1, 2]
 
 
+def test_kept_sets_are_those_of_the_trained_tokens():
+    rows = [
+        rollout([1, 2, 3, 4], [1, 3], sampling_mask=[[8], [2, 5], [7], None]),
+        rollout([1, 2, 3], [1], rollout_id=1),
+        rollout([1, 2], [1], rollout_id=2, sampling_mask=[None, [6, 2]]),
+    ]
+    window = read_window(rows)
+    assert window.rollout_id.tolist() == [1, 2, 0]
+    assert window.kept_bounds.tolist() == [0, 0, 2, 4, 4]
+    assert window.kept_token.tolist() == [2, 6, 2, 5]
+
+
+@pytest.mark.parametrize("trained", [[1], []])
+def test_there_are_no_kept_columns_where_no_trained_token_has_a_kept_set(trained):
+    window = read_window([rollout([1, 2, 3], trained, sampling_mask=[[1, 5], None, [2]])])
+    assert window.kept_bounds is None
+    assert window.kept_token is None
+
+
+def test_rollouts_that_differ_in_kept_sets_alone_have_one_order():
+    rows = [rollout([1, 2], [1], sampling_mask=mask) for mask in (None, [None, [2]], [None, [1, 2]], [None, [2, 3]])]
+    orders = [read_window([rows[i] for i in order]) for order in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1))]
+    assert len({(tuple(w.kept_bounds.tolist()), tuple(w.kept_token.tolist())) for w in orders}) == 1
+
+
 def changed(key, value):
     return rollout([1, 2], [1]).set(key, value)
+
+
+def masked(count, token_ids):
+    return changed("kept_count", torch.tensor(count)).set("kept_token_ids", torch.tensor(token_ids))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +110,16 @@ def changed(key, value):
         ([changed("ref_log_prob", torch.tensor([0.0, torch.nan]))], r"ref_log_prob\[1\].*nan"),
         ([changed("advantage", torch.tensor(torch.nan))], "advantage nan"),
         ([changed("ref_log_prob", torch.zeros(2)), rollout([1, 2], [1])], "no 'ref_log_prob'"),
+        ([changed("kept_count", torch.tensor([0, 1]))], "rollout 0 .*without 'kept_token_ids'.*make_rollout"),
+        ([changed("kept_token_ids", torch.tensor([2]))], "rollout 0 .*without 'kept_count'"),
+        ([masked([0], [2])], r"kept_count of shape \(1,\)"),
+        ([masked([0, 2], [2])], r"sum 2.*kept_token_ids of shape \(1,\)"),
+        ([masked([2, -1], [2])], "0 or more per token"),
+        ([masked([0, 1], [[2]])], r"kept_token_ids of shape \(1, 1\)"),
+        ([rollout([0, 9], [1]), masked([0, 2], [1, 3])], "rollout 0: the set kept for a trained token 2.*2 among them"),
+        ([masked([0, 2], [3, 2])], "rollout 0: .*ascending"),
+        ([masked([0, 2], [2, 2])], "rollout 0: .*each once"),
+        ([masked([0, 2], [-1, 2])], "rollout 0: .*0 or more"),
     ],
 )
 def test_bad_rollouts_are_refused_by_name(rollouts, message):

@@ -89,6 +89,7 @@ def make_group(
         trained = not (mask_truncated and completion.finish_reason == "length")
         blank = [0] * len(prompt_ids)
         prompt_version = [min(completion.policy_versions)] * len(prompt_ids)
+        kept = completion.sampling_mask
         rollouts.append(
             make_rollout(
                 [*prompt_ids, *completion.token_ids],
@@ -99,6 +100,7 @@ def make_group(
                 advantage=float(advantage_G[i]),
                 policy_version=[*prompt_version, *completion.policy_versions],
                 rollout_id=draw.group_id * group_size + i,
+                sampling_mask=None if kept is None else [*[None] * len(prompt_ids), *kept],
             )
         )
     return rollouts

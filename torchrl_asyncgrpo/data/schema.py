@@ -1,17 +1,19 @@
 """The data contract: every key of a rollout and of a tree batch is spelled once, here.
 
 Suffixes of tensor names, here and in the rest of the package:
-T nodes, L entries, S rollouts, N tokens of one rollout, D width, V vocabulary, H heads.
+T nodes, L entries, S rollouts, N tokens of one rollout, K kept tokens, D width, V vocabulary, H heads.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TypedTensorDict
 from torch import Tensor
+from typing_extensions import NotRequired
 
 # --- keys of a rollout -------------------------------------------------------------------------
 TOKEN_IDS = "token_ids"
@@ -23,6 +25,8 @@ ADVANTAGE = "advantage"
 GROUP_ID = "group_id"
 ROLLOUT_ID = "rollout_id"
 REF_LOG_PROB = "ref_log_prob"
+KEPT_TOKEN_IDS = "kept_token_ids"
+KEPT_COUNT = "kept_count"
 
 # --- keys of a tree batch ----------------------------------------------------------------------
 NODE_INPUT_IDS = ("node", "input_ids")
@@ -35,6 +39,9 @@ ENTRY_NODE = ("entry", "node")
 ENTRY_ROLLOUT = ("entry", "rollout")
 ENTRY_SAMPLE_LOG_PROB = ("entry", "sample_log_prob")
 ENTRY_REF_LOG_PROB = ("entry", "ref_log_prob")
+ENTRY_LOG_KEPT = ("entry", "log_kept")
+KEPT_TOKEN = ("kept", "token")
+KEPT_ENTRY = ("kept", "entry")
 ROLLOUT_ADVANTAGE = ("rollout", "advantage")
 ROLLOUT_POLICY_VERSION = ("rollout", "policy_version")
 ROLLOUT_LENGTH = ("rollout", "length")
@@ -58,6 +65,7 @@ def make_rollout(
     policy_version: Any = 0,
     rollout_id: int | None = None,
     ref_log_prob: Any = None,
+    sampling_mask: Sequence[Iterable[int] | None] | None = None,
 ) -> TensorDict:
     """Build one rollout, the row that a replay buffer stores and a packer folds.
 
@@ -66,8 +74,8 @@ def make_rollout(
         loss_mask: [N] booleans, True where the policy being trained sampled the token. The first
             token cannot be trained: nothing predicts it.
         sample_log_prob: [N] floats in nats, the log-prob of each token under the sampling policy at
-            the sampling temperature. Ignored, and allowed to be NaN, where the mask is False; finite
-            and <= 0 where it is True.
+            the sampling temperature, within the kept set where there is one. Ignored, and allowed to
+            be NaN, where the mask is False; finite and <= 0 where it is True.
         group_id: identity of the draw of the prompt; rollouts of one draw share it.
         reward: raw reward of the rollout.
         advantage: advantage within the group, shared by every trained token.
@@ -75,13 +83,17 @@ def make_rollout(
             sampled the token. Ignored where the mask is False.
         rollout_id: identity of the rollout; by default the next one of this process.
         ref_log_prob: [N] floats in nats under a frozen reference policy, or None.
+        sampling_mask: for every token the distinct token ids that top-p, top-k or min-p kept when it
+            was sampled, in any order; None or empty where nothing was cut, as for prompt tokens.
 
     Returns:
-        A ``TensorDict`` with ``batch_size=[]`` and the keys of the data contract.
+        A ``TensorDict`` with ``batch_size=[]`` and the keys of the data contract; those of the
+        sampling mask only where it cuts something.
 
     Raises:
-        ValueError: if the shapes differ, a trained first token is given, or a trained token has a
-            log-prob that is not finite or is positive.
+        ValueError: if the shapes differ, a trained first token is given, a trained token has a
+            log-prob that is not finite or is positive or is not in its own kept set, or a kept set
+            names an id twice or a negative one.
     """
     token_ids_N = torch.as_tensor(token_ids, dtype=torch.int64)
     loss_mask_N = torch.as_tensor(loss_mask, dtype=torch.bool)
@@ -118,6 +130,8 @@ def make_rollout(
                 f"{key}[{where}] is {float(rows[key][where])} on a trained token; a log-prob lies in (-inf, 0]. "
                 "Mask a token that the engine returned without a log-prob out of the loss."
             )
+    if sampling_mask is not None:
+        rows |= _kept_sets(sampling_mask, token_ids_N, loss_mask_N)
     return TensorDict(
         {
             TOKEN_IDS: token_ids_N,
@@ -129,6 +143,58 @@ def make_rollout(
         },
         batch_size=[],
     )
+
+
+def _kept_sets(
+    sampling_mask: Sequence[Iterable[int] | None], token_ids_N: Tensor, loss_mask_N: Tensor
+) -> dict[str, Tensor]:
+    """The keys of a sampling mask; none where it keeps the whole vocabulary everywhere."""
+    if len(sampling_mask) != len(token_ids_N):
+        raise ValueError(
+            f"sampling_mask has {len(sampling_mask)} sets and token_ids {len(token_ids_N)} tokens; give one set per "
+            "token, None for a token of the prompt."
+        )
+    sets = [[] if kept is None else sorted(kept) for kept in sampling_mask]
+    count_N = torch.tensor([len(kept) for kept in sets])
+    token_K = torch.tensor(list(itertools.chain.from_iterable(sets)), dtype=torch.int64)
+    if not len(token_K):
+        return {}
+    of_K = torch.arange(len(count_N)).repeat_interleave(count_N)
+    unordered_K, outside_N = check_kept(token_ids_N, of_K, token_K)
+    if (unordered_K := unordered_K & loss_mask_N[of_K]).any():
+        k = int(unordered_K.nonzero()[0])
+        raise ValueError(
+            f"sampling_mask[{int(of_K[k])}] holds the token id {int(token_K[k])}, negative or for the second time; a "
+            "kept set is of distinct ids of 0 or more: pass the ids without padding."
+        )
+    if (outside_N := outside_N & loss_mask_N).any():
+        n = int(outside_N.nonzero()[0])
+        raise ValueError(
+            f"sampling_mask[{n}] keeps {int(count_N[n])} token ids, and the trained token_ids[{n}], "
+            f"{int(token_ids_N[n])}, is not one of them. Give each token the set that it was drawn from, or mask it "
+            "out of the loss."
+        )
+    return {KEPT_TOKEN_IDS: token_K, KEPT_COUNT: count_N}
+
+
+def check_kept(token_L: Tensor, of_K: Tensor, kept_K: Tensor) -> tuple[Tensor, Tensor]:
+    """Find what breaks the rules of kept sets.
+
+    Args:
+        token_L: [L] int64, sampled tokens.
+        of_K: [K] int64 in [0, L), the sampled token that each kept token belongs to.
+        kept_K: [K] int64, kept tokens.
+
+    Returns:
+        [K] bool, True where a kept token is negative or does not stand in ascending order behind the one before it;
+        [L] bool, True where a sampled token has a kept set and is not in it.
+    """
+    unordered_K = kept_K < 0
+    unordered_K[1:] |= (of_K[1:] < of_K[:-1]) | ((of_K[1:] == of_K[:-1]) & (kept_K[1:] <= kept_K[:-1]))
+    outside_L = torch.zeros_like(token_L, dtype=torch.bool)
+    outside_L[of_K] = True
+    outside_L[of_K[kept_K == token_L[of_K]]] = False
+    return unordered_K, outside_L
 
 
 def oldest_version(rollout: TensorDict) -> int:
@@ -147,7 +213,7 @@ def oldest_version(rollout: TensorDict) -> int:
 class TreeBatch(TypedTensorDict):
     """One micro-batch: the prefix trie of its rollouts and the loss terms on it.
 
-    ``batch_size=[]``; four nested tables:
+    ``batch_size=[]``; four nested tables, and a fifth where an entry of the window has a kept set:
 
     ========== ========= ============================================================================
     table      size      keys
@@ -155,7 +221,9 @@ class TreeBatch(TypedTensorDict):
     node       [T]       ``input_ids``, ``position_ids`` (depth), ``parent`` (-1 at a root),
                          ``subtree_end`` int64; the actor adds ``log_prob``, ``entropy`` float
     entry      [L]       ``node``, ``rollout`` int64; ``sample_log_prob``, optional ``ref_log_prob``
-                         float32, nats
+                         float32, nats; the actor adds ``log_kept`` float where there is ``kept``
+    kept       [K]       ``token``, ``entry`` int64: the tokens that the sampler kept for an entry; an
+                         entry without any was drawn from the whole vocabulary
     rollout    [S]       ``advantage`` float32; ``policy_version`` (oldest trained token), ``length``
                          (trained tokens) int64; the packers add ``leaf`` (the node its path ends
                          at), ``rollout_id``, ``group_id`` int64
@@ -170,6 +238,7 @@ class TreeBatch(TypedTensorDict):
     entry: TensorDict
     rollout: TensorDict
     window: TensorDict
+    kept: NotRequired[TensorDict]  # type: ignore[valid-type]
 
     @property
     def num_nodes(self) -> int:
@@ -229,7 +298,16 @@ class TreeBatch(TypedTensorDict):
             (self[WINDOW_NUM_ENTRIES] >= self.num_entries)[None], WINDOW_NUM_ENTRIES, "a window holds its micro-batches"
         )
         _require((self[WINDOW_NUM_ROLLOUTS] >= S)[None], WINDOW_NUM_ROLLOUTS, "a window holds its micro-batches")
+        if "kept" in self.keys():
+            self._validate_kept(self[NODE_INPUT_IDS][node_L])
         return self
+
+    def _validate_kept(self, token_L: Tensor) -> None:
+        entry_K, kept_K, L = self[KEPT_ENTRY], self[KEPT_TOKEN], self.num_entries
+        _require((entry_K >= 0) & (entry_K < L), KEPT_ENTRY, f"a kept token belongs to one of the {L} entries")
+        unordered_K, outside_L = check_kept(token_L, entry_K, kept_K)
+        _require(~unordered_K, KEPT_TOKEN, "kept tokens are 0 or more, ascending by entry, then by token, each once")
+        _require(~outside_L, ENTRY_NODE, "the token of an entry is in the entry's own kept set")
 
 
 def _require(holds: Tensor, key: tuple[str, str], rule: str) -> None:

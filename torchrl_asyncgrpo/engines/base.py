@@ -67,12 +67,16 @@ class Completion:
         log_probs: nats, of each sampled token at the sampling temperature; NaN where the engine has none.
         policy_versions: version of the weights that sampled each token.
         finish_reason: ``"stop"`` an end token, ``"length"`` no room or budget left, ``"abort"`` cut off.
+        sampling_mask: the token ids that top-p, top-k or min-p kept for each sampled token, the sampled one among
+            them; empty where nothing was cut. None where the whole vocabulary was sampled from. Log-probs are then
+            those within the kept sets.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     policy_versions: list[int]
     finish_reason: Literal["stop", "length", "abort"]
+    sampling_mask: list[list[int]] | None = None
 
 
 class Engine(Protocol):

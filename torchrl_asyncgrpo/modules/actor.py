@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.kernels.heap import release_free_pages
 from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
-from torchrl_asyncgrpo.modules.log_prob import HeadTransform, token_log_prob
+from torchrl_asyncgrpo.modules.log_prob import HeadTransform, log_kept_mass, token_log_prob
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, install
 
 # Elements of one chunk of logits: 32 MB in float32 on a CPU, 1 GB elsewhere
@@ -23,6 +23,10 @@ class TreeActor(TensorDictModuleBase):
 
     Every node is forwarded once through the model's own code, whose attention follows the trie. Logits are formed
     only for parents of trained nodes, once per parent and ``chunk_size`` at a time; the backward recomputes them.
+
+    Where a batch says which tokens the sampler kept (``kept``), the log of the probability of each entry's kept set
+    under the current policy goes to ``entry.log_kept``; ``node.log_prob`` and ``node.entropy`` stay those of the whole
+    vocabulary. These keys come and go with the sampler, so ``in_keys`` and ``out_keys`` do not list them.
 
     Args:
         model: a ``transformers`` causal language model. Its attention is switched to a tree backend; without a tree
@@ -94,11 +98,16 @@ class TreeActor(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``node.log_prob`` and ``node.entropy``, [T] nats, of every node that an entry points at (else 0).
 
+        Where the batch has kept sets, write ``entry.log_kept``, [L] nats <= 0 (0 where all tokens were kept), too.
+
         Args:
             tensordict: a ``TreeBatch`` on the model's device.
 
         Returns:
             The same batch.
+
+        Raises:
+            ValueError: if a kept token is not in the model's vocabulary.
         """
         input_ids_T = tensordict[schema.NODE_INPUT_IDS]
         if input_ids_T.device.type == "cpu":
@@ -106,20 +115,44 @@ class TreeActor(TensorDictModuleBase):
         node_M, parent_M = trained_nodes(tensordict[schema.ENTRY_NODE], tensordict[schema.NODE_PARENT])
         parent_P, position_M = parent_M.unique_consecutive(return_inverse=True)
         hidden_PD = self.hidden_states(tensordict)[parent_P]
-        head = self.model.get_output_embeddings()
-        elements = CHUNK_ELEMENTS.get(hidden_PD.device.type, CHUNK_ELEMENTS["cuda"])
-        log_prob_M, entropy_P = token_log_prob(
-            hidden_PD,
-            head.weight,
-            head.bias,
-            position_M,
-            input_ids_T[node_M],
-            transform=self.transform,
-            chunk_size=self.chunk_size or max(1, elements // head.weight.shape[0]),
-        )
+        if tensordict.get(schema.KEPT_ENTRY, None) is None:
+            log_prob_M, entropy_P = self._log_prob(hidden_PD, position_M, input_ids_T[node_M])
+        else:
+            position_K, token_K = self._kept_positions(tensordict, parent_P)
+            # kept tokens are further tokens to score behind the same positions
+            position_X, order_X = torch.cat([position_M, position_K]).sort(stable=True)
+            token_X = torch.cat([input_ids_T[node_M], token_K])[order_X]
+            log_prob_X, entropy_P = self._log_prob(hidden_PD, position_X, token_X)
+            log_prob_M, log_prob_K = log_prob_X[order_X.argsort()].split([len(position_M), len(position_K)])
+            entry_K, num_entries = tensordict[schema.KEPT_ENTRY], len(tensordict[schema.ENTRY_NODE])
+            tensordict[schema.ENTRY_LOG_KEPT] = log_kept_mass(log_prob_K, entry_K, num_entries)
         for key, value_M in ((schema.NODE_LOG_PROB, log_prob_M), (schema.NODE_ENTROPY, entropy_P[position_M])):
             tensordict[key] = value_M.new_zeros(len(input_ids_T)).index_put((node_M,), value_M)
         return tensordict
+
+    def _log_prob(self, hidden_PD: Tensor, position_X: Tensor, token_X: Tensor) -> tuple[Tensor, Tensor]:
+        head = self.model.get_output_embeddings()
+        elements = CHUNK_ELEMENTS.get(hidden_PD.device.type, CHUNK_ELEMENTS["cuda"])
+        return token_log_prob(
+            hidden_PD,
+            head.weight,
+            head.bias,
+            position_X,
+            token_X,
+            transform=self.transform,
+            chunk_size=self.chunk_size or max(1, elements // head.weight.shape[0]),
+        )
+
+    def _kept_positions(self, tensordict: TensorDictBase, parent_P: Tensor) -> tuple[Tensor, Tensor]:
+        """Index in ``parent_P`` of the position that each kept token [K] competed at, and the token."""
+        token_K, vocabulary = tensordict[schema.KEPT_TOKEN], self.model.get_output_embeddings().weight.shape[0]
+        if len(token_K) and (largest := int(token_K.max())) >= vocabulary:
+            raise ValueError(
+                f"the sampler kept the token id {largest} and the model has {vocabulary} logits; sampler and trainer "
+                "must have one vocabulary: load both from the same model directory."
+            )
+        node_K = tensordict[schema.ENTRY_NODE][tensordict[schema.KEPT_ENTRY]]
+        return torch.searchsorted(parent_P, tensordict[schema.NODE_PARENT][node_K]), token_K
 
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
         """Final hidden states of all nodes, [T, D], as the head reads them."""

@@ -1,6 +1,7 @@
 """Log-probs and entropies from hidden states, chunk by chunk, without a logits tensor of the whole batch.
 
-Shapes: P predicting positions, M tokens to score (several may follow one position), D width, V vocabulary.
+Shapes: P predicting positions, M tokens to score (several may follow one position), D width, V vocabulary,
+L entries, K tokens that the sampler kept.
 """
 
 from __future__ import annotations
@@ -78,6 +79,30 @@ def token_log_prob(
         log_prob_M [M] and entropy_P [P] in nats, float32 (float64 where ``hidden_PD`` is float64).
     """
     return _TokenLogProb.apply(hidden_PD, weight_VD, bias_V, position_M, token_M, transform, chunk_size)
+
+
+def log_kept_mass(log_prob_K: Tensor, entry_K: Tensor, num_entries: int) -> Tensor:
+    """Log of the probability that the policy gives to the kept set of each entry, log Σ_{v kept} p(v).
+
+    Subtracted from the log-prob of the sampled token it gives the one of the distribution restricted to the kept set,
+    exactly 0 where nothing else was kept.
+
+    Args:
+        log_prob_K: [K] nats, of every kept token after its entry's position.
+        entry_K: [K] int64 in [0, num_entries), the entry of each kept token, in any order.
+        num_entries: L.
+
+    Returns:
+        [L] nats, <= 0; 0, without a gradient, for an entry of which no token is listed: its whole vocabulary was kept.
+    """
+    top_L = log_prob_K.new_zeros(num_entries).scatter_reduce_(
+        0, entry_K, log_prob_K.detach(), "amax", include_self=False
+    )
+    share_K = (log_prob_K - top_L[entry_K]).exp()
+    # in float64: in float32 the error of a running sum over a large set would pass for a policy that changed
+    sum_L = share_K.new_zeros(num_entries, dtype=torch.float64).index_add(0, entry_K, share_K.double())
+    # a kept set sums to 1 or more, its most probable token alone being 1
+    return (top_L + sum_L.clamp_min(1).log()).clamp_max(0).to(log_prob_K.dtype)
 
 
 class _TokenLogProb(torch.autograd.Function):

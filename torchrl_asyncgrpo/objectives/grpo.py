@@ -23,8 +23,13 @@ class GRPOLoss(LossModule):
     rollout alone (``functional.entry_weights``); entropy bonus and KL penalty use the same weights. Summed over the
     micro-batches of a window, the losses and their gradients are those of the window, however it was split.
 
+    Where top-p, top-k or min-p cut the sampler's distribution and the rollouts say which tokens were kept, the policy
+    is restricted to the same tokens: log p(a) - log Σ_{v kept} p(v) enters the ratio, and all that is made of it, so
+    that unchanged weights have the ratio 1. The KL to the reference and the entropy are of the whole vocabulary.
+
     Args:
-        actor_network: writes ``node.log_prob`` and ``node.entropy``; usually a ``TreeActor``.
+        actor_network: writes ``node.log_prob`` and ``node.entropy``, and ``entry.log_kept`` for batches with kept sets;
+            usually a ``TreeActor``.
         clip_epsilon: clip width of the ratio, one number or ``(low, high)``; low in [0, 1), high >= 0.
         aggregation: ``"token-mean"``, ``"sequence-mean"`` or ``"constant"``.
         constant: C of ``aggregation="constant"``, usually the most tokens of a completion.
@@ -46,7 +51,8 @@ class GRPOLoss(LossModule):
 
     Raises:
         ValueError: if an argument is out of range.
-        KeyError: in ``forward``, if ``kl_to_ref_coeff`` is above 0 and the batch has no reference log-probs.
+        KeyError: in ``forward``, if ``kl_to_ref_coeff`` is above 0 and the batch has no reference log-probs, or if the
+            batch has kept sets and the actor ignored them.
     """
 
     @dataclass
@@ -59,6 +65,8 @@ class GRPOLoss(LossModule):
         entry_rollout: NestedKey = schema.ENTRY_ROLLOUT
         sample_log_prob: NestedKey = schema.ENTRY_SAMPLE_LOG_PROB
         ref_log_prob: NestedKey = schema.ENTRY_REF_LOG_PROB
+        log_kept: NestedKey = schema.ENTRY_LOG_KEPT
+        kept_entry: NestedKey = schema.KEPT_ENTRY
         advantage: NestedKey = schema.ROLLOUT_ADVANTAGE
         length: NestedKey = schema.ROLLOUT_LENGTH
         num_entries: NestedKey = schema.WINDOW_NUM_ENTRIES
@@ -98,7 +106,7 @@ class GRPOLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """Keys read from the batch, the actor's inputs included."""
+        """Keys that a batch needs, the actor's inputs included; ``log_kept`` is read where it is there."""
         keys = self.tensor_keys
         own = [keys.entry_node, keys.entry_rollout, keys.sample_log_prob, keys.advantage]
         own += [keys.length, keys.num_entries, keys.num_rollouts]
@@ -117,7 +125,8 @@ class GRPOLoss(LossModule):
         """Loss term of every entry, before weighting; override it for another objective.
 
         Args:
-            log_prob_L: [L] nats under the policy being trained; carries the gradient.
+            log_prob_L: [L] nats under the policy being trained, within the entry's kept set where it has one; carries
+                the gradient.
             sample_log_prob_L: [L] nats, as the sampler recorded them.
             advantage_L: [L] advantage of the entry's rollout.
             rollout_L: [L] int64, rollout of the entry; a rollout is never split over micro-batches.
@@ -134,7 +143,8 @@ class GRPOLoss(LossModule):
         keys = self.tensor_keys
         batch = self.actor_network(tensordict.copy())
         node_L, rollout_L = batch[keys.entry_node], batch[keys.entry_rollout]
-        log_prob_L, entropy_L = batch[keys.log_prob][node_L], batch[keys.entropy][node_L]
+        whole_log_prob_L, entropy_L = batch[keys.log_prob][node_L], batch[keys.entropy][node_L]
+        log_prob_L = self._within_kept(whole_log_prob_L, batch)
         sample_log_prob_L = batch[keys.sample_log_prob].to(log_prob_L.dtype)
         advantage_L = batch[keys.advantage][rollout_L].to(log_prob_L.dtype)
         num_entries = batch[keys.num_entries]
@@ -152,7 +162,7 @@ class GRPOLoss(LossModule):
         if self.entropy_coeff > 0:
             output["loss_entropy"] = -self.entropy_coeff * (weight_L * entropy_L).sum()
         if self.kl_to_ref_coeff > 0:
-            kl_L = functional.k3_kl(log_prob_L, self._ref_log_prob(batch))
+            kl_L = functional.k3_kl(whole_log_prob_L, self._ref_log_prob(batch))
             output["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weight_L * kl_L).sum()
             output["kl_to_ref"] = kl_L.detach().sum() / num_entries.clamp_min(1)
         output["entropy"] = entropy_L.detach().sum() / num_entries.clamp_min(1)
@@ -166,6 +176,20 @@ class GRPOLoss(LossModule):
         )
         output["ESS"] = functional.reduce_window([TensorDict(output)])["ESS"]
         return TensorDict(output, batch_size=[])
+
+    def _within_kept(self, whole_log_prob_L: Tensor, batch: TensorDictBase) -> Tensor:
+        """Log-probs of the distribution that was sampled: the policy's, restricted to what the sampler kept."""
+        log_kept_L = batch.get(self.tensor_keys.log_kept, None)
+        if log_kept_L is not None:
+            return whole_log_prob_L - log_kept_L
+        if batch.get(self.tensor_keys.kept_entry, None) is not None:
+            raise KeyError(
+                f"the batch has {self.tensor_keys.kept_entry}, what top-p, top-k or min-p kept, and no "
+                f"{self.tensor_keys.log_kept} from {type(self.actor_network).__name__}: ratios would be off. Use "
+                "TreeActor, let the actor write the log of the probability of each entry's kept set, or sample from "
+                "the whole vocabulary."
+            )
+        return whole_log_prob_L
 
     def _ref_log_prob(self, batch: TensorDictBase) -> Tensor:
         ref_log_prob_L = batch.get(self.tensor_keys.ref_log_prob, None)

@@ -16,6 +16,8 @@ from torchrl_asyncgrpo.data.schema import (
     ENTRY_REF_LOG_PROB,
     ENTRY_ROLLOUT,
     ENTRY_SAMPLE_LOG_PROB,
+    KEPT_ENTRY,
+    KEPT_TOKEN,
     NODE_INPUT_IDS,
     NODE_PARENT,
     NODE_POSITION_IDS,
@@ -168,10 +170,15 @@ def _batch(window: Window, shared_S: Ints, start: int, stop: int) -> TreeBatch:
     }
     if window.ref_log_prob is not None:
         columns[ENTRY_REF_LOG_PROB] = window.ref_log_prob[entries]
+    sizes = {"node": [len(trie.parent)], "entry": [len(trie.entry_row)], "rollout": [size], "window": []}
+    if window.kept_bounds is not None and window.kept_token is not None:
+        bounds = window.kept_bounds[entries.start : entries.stop + 1]
+        columns[KEPT_TOKEN] = window.kept_token[bounds[0] : bounds[-1]]
+        columns[KEPT_ENTRY] = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+        sizes["kept"] = [len(columns[KEPT_ENTRY])]
     tables: dict[str, dict[str, torch.Tensor]] = {}
     for (table, key), column in columns.items():
         tables.setdefault(table, {})[key] = torch.from_numpy(column)
-    sizes = {"node": [len(trie.parent)], "entry": [len(trie.entry_row)], "rollout": [size], "window": []}
     return TreeBatch(
         **{name: TensorDict(table, batch_size=sizes[name]) for name, table in tables.items()}, batch_size=[]
     )

@@ -1,6 +1,7 @@
 """The trained rollouts of one window: checked, trimmed, in lexicographic order, as flat columns.
 
-Suffixes: R rollouts as given, S rollouts kept, M tokens of all rollouts as given, L entries, N tokens of one rollout.
+Suffixes: R rollouts as given, S rollouts kept, M tokens of all rollouts as given, L entries, N tokens of one rollout,
+K tokens that the sampler kept.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from torch import Tensor
 from torchrl_asyncgrpo.data.schema import (
     ADVANTAGE,
     GROUP_ID,
+    KEPT_COUNT,
+    KEPT_TOKEN_IDS,
     LOSS_MASK,
     POLICY_VERSION,
     REF_LOG_PROB,
     ROLLOUT_ID,
     SAMPLE_LOG_PROB,
     TOKEN_IDS,
+    check_kept,
 )
 
 Array = NDArray[Any]
@@ -34,6 +38,7 @@ _PER_TOKEN = {
     SAMPLE_LOG_PROB: torch.float32,
     POLICY_VERSION: torch.int64,
 }
+_KEPT = {KEPT_TOKEN_IDS: torch.int64, KEPT_COUNT: torch.int64}
 _PER_ROLLOUT = {ADVANTAGE: torch.float32, ROLLOUT_ID: torch.int64, GROUP_ID: torch.int64}
 
 
@@ -50,6 +55,9 @@ class Window:
         entry_depth: [L] int64, position of the trained token in its rollout.
         sample_log_prob: [L] float32.
         ref_log_prob: [L] float32, or None where no rollout has it.
+        kept_bounds: [L + 1] int64; the sampler kept ``kept_bounds[e] .. kept_bounds[e + 1] - 1`` for entry ``e``, none
+            where it drew from the whole vocabulary; or None where it did so for every entry.
+        kept_token: [K] int64, or None with ``kept_bounds``.
         policy_version: [S] int64, of the oldest trained token.
         advantage: [S] float32.
         rollout_id: [S] int64.
@@ -62,6 +70,8 @@ class Window:
     entry_depth: Array
     sample_log_prob: Array
     ref_log_prob: Array | None
+    kept_bounds: Array | None
+    kept_token: Array | None
     policy_version: Array
     advantage: Array
     rollout_id: Array
@@ -126,7 +136,25 @@ def _checked_keys(items: list[dict[str, Tensor]]) -> list[str]:
                     f"rollout {_id(item)} has {key} of shape {tuple(item[key].shape)} and {TOKEN_IDS} of "
                     f"{tuple(shape)}; give one value per token."
                 )
+        if any(key in item for key in _KEPT):
+            _check_kept_columns(item)
     return keys
+
+
+def _check_kept_columns(item: dict[str, Tensor]) -> None:
+    """Raise ``ValueError`` unless both columns of a sampling mask are there and fit each other."""
+    missing = [key for key in _KEPT if key not in item]
+    if missing:
+        raise ValueError(
+            f"rollout {_id(item)} has a sampling mask without {missing[0]!r}; pass sampling_mask to make_rollout."
+        )
+    count_N, token_K = item[KEPT_COUNT], item[KEPT_TOKEN_IDS]
+    if count_N.shape != item[TOKEN_IDS].shape or (count_N < 0).any() or token_K.shape != (int(count_N.sum()),):
+        raise ValueError(
+            f"rollout {_id(item)} has {KEPT_COUNT} of shape {tuple(count_N.shape)} and sum {int(count_N.sum())}, and "
+            f"{KEPT_TOKEN_IDS} of shape {tuple(token_K.shape)}; give one count of 0 or more per token, and as many "
+            "token ids as they sum to."
+        )
 
 
 def _column(items: list[dict[str, Tensor]], key: str) -> Array:
@@ -134,7 +162,7 @@ def _column(items: list[dict[str, Tensor]], key: str) -> Array:
     tensors = [item[key] for item in items]
     if key in _PER_ROLLOUT:
         return torch.stack(tensors).detach().to("cpu", _PER_ROLLOUT[key]).numpy().reshape(len(items))
-    return torch.cat(tensors).detach().to("cpu", _PER_TOKEN.get(key, torch.float32)).numpy()
+    return torch.cat(tensors).detach().to("cpu", (_PER_TOKEN | _KEPT).get(key, torch.float32)).numpy()
 
 
 def _trimmed_lengths(mask_M: Array, bounds_R: Array) -> Array:
@@ -159,9 +187,14 @@ def _sorted_rows(
     }
     order = sorted(row_keys, key=row_keys.__getitem__)
     if len(set(row_keys.values())) < len(order):
-        every = (*keys, *_PER_ROLLOUT)
-        order.sort(key=lambda r: (row_keys[r], [_column([items[r]], key).tobytes() for key in every]))
+        every = (*keys, *_KEPT, *_PER_ROLLOUT)
+        order.sort(key=lambda r: (row_keys[r], _content(items[r], every)))
     return order
+
+
+def _content(item: dict[str, Tensor], keys: Iterable[str]) -> list[bytes]:
+    """What a rollout holds, as something that can be ordered."""
+    return [_column([item], key).tobytes() if key in item else b"" for key in keys]
 
 
 def _entries(items: list[dict[str, Tensor]], keys: list[str]) -> dict[str, Any]:
@@ -194,6 +227,7 @@ def _entries(items: list[dict[str, Tensor]], keys: list[str]) -> dict[str, Any]:
             "that was not scored out of the loss."
         )
     return {
+        **_kept_sets(items, mask_M, bounds_S),
         "entry_bounds": bounds_S,
         "entry_depth": depth_L,
         "sample_log_prob": log_probs[SAMPLE_LOG_PROB],
@@ -205,6 +239,29 @@ def _entries(items: list[dict[str, Tensor]], keys: list[str]) -> dict[str, Any]:
     }
 
 
+def _kept_sets(items: list[dict[str, Tensor]], mask_M: Array, bounds_S: Array) -> dict[str, Array | None]:
+    """Kept-set columns of the entries of the rollouts; None where no entry has a kept set."""
+    masked = [item for item in items if KEPT_COUNT in item]
+    if not masked:
+        return {"kept_bounds": None, "kept_token": None}
+    count_M = _column([{KEPT_COUNT: torch.zeros_like(item[TOKEN_IDS]), **item} for item in items], KEPT_COUNT)
+    count_L, kept_K = count_M[mask_M], _column(masked, KEPT_TOKEN_IDS)[np.repeat(mask_M, count_M)]
+    if not len(kept_K):
+        return {"kept_bounds": None, "kept_token": None}
+    token_L, entry_K = _column(items, TOKEN_IDS)[mask_M], np.repeat(np.arange(len(count_L)), count_L)
+    unordered_K, outside_L = check_kept(*map(torch.from_numpy, (token_L, entry_K, kept_K)))
+    bad_L = outside_L.numpy()
+    bad_L[entry_K[unordered_K.numpy()]] = True
+    if bad_L.any():
+        at = int(bad_L.argmax())
+        item = items[int(np.searchsorted(bounds_S, at, side="right")) - 1]
+        raise ValueError(
+            f"rollout {_id(item)}: the set kept for a trained token {token_L[at]} is not of ascending token ids, each "
+            f"once, 0 or more, and {token_L[at]} among them; pass sampling_mask to make_rollout."
+        )
+    return {"kept_bounds": np.concatenate([[0], np.cumsum(count_L)]), "kept_token": kept_K}
+
+
 def _no_entries(keys: list[str]) -> dict[str, Any]:
     """The columns of a window in which nothing is trained."""
     none = np.zeros(0, dtype=np.int64)
@@ -214,6 +271,8 @@ def _no_entries(keys: list[str]) -> dict[str, Any]:
         "entry_depth": none,
         "sample_log_prob": log_prob,
         "ref_log_prob": log_prob if REF_LOG_PROB in keys else None,
+        "kept_bounds": None,
+        "kept_token": None,
         "policy_version": none,
         "advantage": log_prob,
         "rollout_id": none,

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from torchrl_asyncgrpo.data.schema import TreeBatch, make_rollout
     from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
     from torchrl_asyncgrpo.engines.transformers import TransformersEngine
+    from torchrl_asyncgrpo.engines.vllm import VLLMEngine
     from torchrl_asyncgrpo.modules.actor import TreeActor
     from torchrl_asyncgrpo.objectives.grpo import GRPOLoss
     from torchrl_asyncgrpo.packing import FlatPacker, TreePacker, packing_ratio, unpack
     from torchrl_asyncgrpo.trainers.trainer import AsyncGRPOTrainer
     from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
     from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
+    from torchrl_asyncgrpo.weight_sync.vllm import VLLMWeightSyncSender
 
 _HOME = {
     "AsyncGRPOTrainer": "trainers.trainer",
@@ -37,6 +39,8 @@ _HOME = {
     "TreeActor": "modules.actor",
     "TreeBatch": "data.schema",
     "TreePacker": "packing",
+    "VLLMEngine": "engines.vllm",
+    "VLLMWeightSyncSender": "weight_sync.vllm",
     "WeightSyncSender": "weight_sync.base",
     "group_advantages": "data.advantages",
     "make_replay_buffer": "data.replay_buffer",
@@ -58,6 +62,8 @@ __all__ = [
     "TreeActor",
     "TreeBatch",
     "TreePacker",
+    "VLLMEngine",
+    "VLLMWeightSyncSender",
     "WeightSyncSender",
     "group_advantages",
     "make_replay_buffer",

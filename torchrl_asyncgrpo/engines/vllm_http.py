@@ -137,22 +137,17 @@ class VLLMHTTP:
         url: the server's root, such as ``"http://localhost:8000"``.
         timeout: seconds that a synchronous call may take.
         api_key: that of the server's ``--api-key``.
-        max_connections: most requests of the coroutines at once; None for no limit.
 
     Raises:
         ValueError: if ``url`` is not the address of a server's root.
     """
 
-    def __init__(
-        self, url: str, *, timeout: float = 30.0, api_key: str | None = None, max_connections: int | None = None
-    ) -> None:
+    def __init__(self, url: str, *, timeout: float = 30.0, api_key: str | None = None) -> None:
         self.url = normalized_url(url)
         self.timeout = timeout
         self._options: dict[str, Any] = dict(
             headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(
-                max_connections=max_connections, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE
-            ),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE),
             trust_env=False,
         )
         self._client: httpx.Client | None = None
@@ -309,7 +304,9 @@ class VLLMHTTP:
         seconds = self.timeout if timeout is None else timeout
         with self._opening:
             if self._client is None:
-                self._client = httpx.Client(**self._options)
+                # uvicorn resets a connection some time after a 500: these calls are few, and each gets a new one
+                limits = httpx.Limits(max_keepalive_connections=0)
+                self._client = httpx.Client(**(self._options | {"limits": limits}))
             client = self._client
         try:
             response = client.request(method, self.url + path, params=query, json=body, timeout=_httpx_timeout(seconds))

@@ -233,9 +233,12 @@ class VLLMWeightSyncSender(WeightSyncSender):
             self.pause_seconds = time.monotonic() - (self._paused_at or time.monotonic())
 
     def destroy(self) -> None:
-        """Close the transfer on both sides; the server goes on with the weights it has."""
+        """Close the transfer on both sides; the server, where it is still there, goes on with the weights it has."""
         if self._transfer is not None:
-            self._http.post("/shutdown_weight_transfer_engine", timeout=self.timeout)
+            try:
+                self._http.post("/shutdown_weight_transfer_engine", timeout=_PROBE_TIMEOUT)
+            except (ServerUnreachable, ServerHung, ServerFailed) as error:
+                torchrl_logger.warning(f"The vLLM server at {self.url} did not close the transfer: {error}")
         self._close_transfer()
         self._initialized = False
         self._http.close()

@@ -20,6 +20,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_default_options = {"exclude-members": "__init__, __new__"}
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 _GENERATED = Path(__file__).parent / "api/generated"
 

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from torchrl_asyncgrpo.engines.base import Completion
 
@@ -46,6 +46,18 @@ def tiny_qwen3(seed=0, **changes):
         tie_word_embeddings=True,
     )
     return AutoModelForCausalLM.from_config(Qwen3Config(**{**fields, **changes}))
+
+
+def tiny_moe(seed=0, **changes):
+    torch.manual_seed(seed)
+    fields = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_experts=4)
+    fields |= dict(num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**fields, "head_dim": 16, **changes}))
+
+
+def served_qwen3():
+    """A tiny model with a head size that vLLM's kernels take."""
+    return tiny_qwen3(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
 
 
 def tiny_gpt2(seed=0, **changes):

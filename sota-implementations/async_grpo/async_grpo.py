@@ -57,6 +57,7 @@ def make_engine(
             max_model_len=cfg.engine.max_model_len,
             kv_cache_gib=cfg.engine.kv_cache_gib,
             max_restarts=cfg.engine.max_restarts,
+            options=list(cfg.engine.options),
             log_file=Path(cfg.output) / "vllm.log",
         )
         url = cleanup.enter_context(server).url
@@ -87,7 +88,8 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     # The policy: one model that is trained, and the task it is trained on
     path = resolve_model(cfg.model.name)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype)
+    device = cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype).to(device)
     attention = model.config._attn_implementation
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
@@ -135,6 +137,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
         weight_update_frequency=cfg.train.weight_update_frequency,
         async_collection=cfg.train.async_collection,
         total_frames=cfg.train.total_frames,
+        device=device,
         clip_norm=cfg.optim.clip_norm,
         mixed_precision=cfg.train.mixed_precision,
         logger=loggers,

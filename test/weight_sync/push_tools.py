@@ -7,7 +7,7 @@ import threading
 import torch
 
 from torchrl_asyncgrpo import SamplingParams, TreeActor, TreePacker, make_rollout
-from torchrl_asyncgrpo.data.schema import ENTRY_NODE, NODE_LOG_PROB
+from torchrl_asyncgrpo.data.schema import ENTRY_NODE, ENTRY_SAMPLE_LOG_PROB, NODE_LOG_PROB
 
 PROMPT = [1, 34, 19, 17, 31, 21, 34, 12, 21, 35, 47]
 
@@ -41,9 +41,10 @@ def own_log_probs(model, completions):
         for i, c in enumerate(completions)
     ]
     (batch,) = TreePacker()(rollouts)
+    batch = batch.to(model.device)
     with torch.no_grad():
         TreeActor(model)(batch)
-    return batch[NODE_LOG_PROB][batch[ENTRY_NODE]], batch["entry", "sample_log_prob"]
+    return batch[NODE_LOG_PROB][batch[ENTRY_NODE]].cpu(), batch[ENTRY_SAMPLE_LOG_PROB].cpu()
 
 
 class in_background:  # noqa: N801 - reads as the statement that it is

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from fakes import tiny_qwen3
+from fakes import served_qwen3, tiny_qwen3
 from push_tools import in_background, own_log_probs, perturb, sample
 
 from torchrl_asyncgrpo import VLLMEngine, VLLMWeightSyncSender
@@ -25,11 +25,6 @@ def server(tmp_path_factory):
     served_qwen3().save_pretrained(path)
     with VLLMServer(path, max_model_len=128) as server:
         yield server
-
-
-def served_qwen3():
-    """With a head size that vLLM's kernels take."""
-    return tiny_qwen3(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.fixture

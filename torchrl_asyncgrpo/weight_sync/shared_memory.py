@@ -92,8 +92,8 @@ class SharedFile:
         available = _available_bytes()
         if nbytes > available:  # reserving would not fail, but bring the machine down
             raise MemoryError(
-                f"no {nbytes / 1e9:.2f} GB of shared memory for the weights, only {available / 1e9:.2f} GB are free; push "
-                "in a smaller serving_dtype, or free some memory."
+                f"no {nbytes / 1e9:.2f} GB of shared memory for the weights, only {available / 1e9:.2f} GB are free; "
+                "push in a smaller serving_dtype, or free some memory."
             )
         self._descriptor = os.memfd_create("torchrl_asyncgrpo")
         try:

@@ -204,7 +204,12 @@ class VLLMWeightSyncSender(WeightSyncSender):
         if self._client.version is None:
             self._client.version = str(self._next())
         self._half_written = True
-        self._in_time(self._transfer.send_weights)
+        try:
+            self._in_time(self._transfer.send_weights)
+        except BaseException:
+            if self.backend != "shm":  # a communicator that failed is of no further use
+                self._initialized = False
+            raise
         if not self._verified:
             compare_checksums(
                 dict(weights),
@@ -296,6 +301,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self.counters["server_recoveries"] += 1
         self._initialized = False
         self._half_written = False
+        self._verified = self.verify == "none"
 
     def _came_back(self) -> bool:
         """Wait for a server that is down; False if it was up all the time, or does not come back."""
@@ -335,16 +341,18 @@ class VLLMWeightSyncSender(WeightSyncSender):
             return step()
         outcome: list[Any] = []
         failure: list[BaseException] = []
-        device = torch.cuda.current_device()
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        if device is not None:
+            torch.cuda.synchronize()  # the thread does not wait for what this one has queued
 
         def run() -> None:
             try:
-                torch.cuda.set_device(device)
+                if device is not None:
+                    torch.cuda.set_device(device)
                 outcome.append(step())
             except BaseException as error:  # noqa: BLE001 - raised below, by the caller's thread
                 failure.append(error)
 
-        torch.cuda.synchronize()  # the thread has a stream of its own
         thread = threading.Thread(target=run, name="weight transfer", daemon=True)
         thread.start()
         thread.join(self.timeout)

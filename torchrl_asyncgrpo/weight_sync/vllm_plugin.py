@@ -17,8 +17,9 @@ One push::
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -35,6 +36,8 @@ from torchrl_asyncgrpo.weight_sync.patches import Patch, apply_patches
 from torchrl_asyncgrpo.weight_sync.shared_memory import SharedTensors, TensorSpec
 
 BACKEND = "shm"
+# Seconds that a decoding thread keeps the interpreter while another one stages weights
+SWITCH_INTERVAL = 2e-4
 TRAINER_MODULE = "torchrl_asyncgrpo.weight_sync.vllm_shm"
 
 
@@ -94,9 +97,9 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         super().__init__(*args, **kwargs)
         self._slots: dict[str, SharedTensors] = {}
         self._pending: SharedMemoryUpdateInfo | None = None
-        self._thread: threading.Thread | None = None
-        self._result: Any = None
-        self._failure: Exception | None = None
+        # one thread for all pushes: what its allocator and its OpenMP threads hold is used again
+        self._stager = ThreadPoolExecutor(1, thread_name_prefix="weight staging")
+        self._staging: Future[Any] | None = None
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
         """Map the control words; forget the memory of a trainer that was here before."""
@@ -125,19 +128,17 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             self._discard()
             self._pending = update_info
             if self.device.type == "cpu":
-                self._thread = threading.Thread(target=self._stage, name="weight staging", daemon=True)
-                self._thread.start()
+                self._staging = self._stager.submit(self._stage, update_info)
             else:
-                self._write_patches()
+                self._write_patches(update_info)
                 self._staged[0] = update_info.push
             return
-        pending, staged, failure = self._pending, *self._join()
+        pending, self._pending = self._pending, None
+        staging, self._staging = self._staging, None
         if pending is None or pending.push != update_info.push:
             raise RuntimeError(f"push {update_info.push} is committed but was not staged; stage it first.")
-        if failure is not None:
-            raise failure
-        if staged is not None:
-            staged.commit(self.model_config)
+        if staging is not None:
+            staging.result().commit(self.model_config)
         else:
             from torchrl_asyncgrpo.weight_sync.vllm_reload import reload_in_place
 
@@ -150,42 +151,33 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def _discard(self) -> None:
         """Drop a push that was staged and never committed."""
-        staged, _ = self._join()
-        if staged is not None:
-            staged.release()
+        staging, self._staging, self._pending = self._staging, None, None
+        if staging is not None and staging.exception() is None:
+            staging.result().release()
 
-    def _join(self) -> tuple[Any, Exception | None]:
-        """End the staging thread, and hand out what it made or what it failed with."""
-        if self._thread is not None:
-            self._thread.join()
-        result, failure = self._result, self._failure
-        self._pending = None
-        self._thread = None
-        self._result = self._failure = None
-        return result, failure
-
-    def _stage(self) -> None:
+    def _stage(self, pending: SharedMemoryUpdateInfo) -> Any:
         from torchrl_asyncgrpo.weight_sync.vllm_reload import StagedReload
 
-        assert self._pending is not None
+        # Between two of its many small operations this thread would wait a whole interval for the one that decodes.
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL)
         try:
-            self._write_patches()
-            slot = self._slot(self._pending.slot)
-            self._result = StagedReload(self.model, slot, keep_unpacked=self._keep_unpacked)
-        except Exception as failure:  # noqa: BLE001 - raised by the commit, whatever it is
-            self._failure = failure
-            self._staged[0] = -self._pending.push
-        else:
-            self._staged[0] = self._pending.push
+            self._write_patches(pending)
+            staged = StagedReload(self.model, self._slot(pending.slot), keep_unpacked=self._keep_unpacked)
+        except BaseException:
+            self._staged[0] = -pending.push  # the commit raises it
+            raise
+        finally:
+            sys.setswitchinterval(interval)
+        self._staged[0] = pending.push
+        return staged
 
     def _slot(self, path: str) -> SharedTensors:
         if path not in self._slots:
             self._slots[path] = SharedTensors(path, self._specs)
         return self._slots[path]
 
-    def _write_patches(self) -> None:
-        pending = self._pending
-        assert pending is not None
+    def _write_patches(self, pending: SharedMemoryUpdateInfo) -> None:
         if pending.patches is not None:
             slot = self._slot(pending.slot)
             apply_patches(slot, patch_views(pending.patches, pending.counts, slot))

@@ -128,14 +128,7 @@ class StagedReload:
                         own[name] = tensor
                     elif tensor is not None:
                         own[name].data = tensor.data
-            before = self._before[live]
-            new = {
-                name: value
-                for name, value in twin.__dict__.items()
-                if name not in _STRUCTURE and before.get(name, before) is not value
-            }
-            live.__dict__.update(new)
-            twin.__dict__.update(dict.fromkeys(new))
+            live.__dict__.update(self._made(live))
         for live in self._twins:
             if is_deferred_attention_layer(live):  # such as the projections that MLA absorbs
                 live.process_weights_after_loading(model_config.dtype)
@@ -144,12 +137,22 @@ class StagedReload:
     def release(self) -> None:
         """Let go of the tensors; modules and loaders refer to each other, and the collector of a worker runs rarely."""
         self._forget_loaders()
-        for twin in self._twins.values():
+        for live, twin in self._twins.items():
+            twin.__dict__.update(dict.fromkeys(self._made(live)))
             twin._parameters.clear()
             twin._buffers.clear()
         self._twins.clear()
         self._before.clear()
         self._loaded.clear()
+
+    def _made(self, live: Any) -> dict[str, Any]:
+        """Attributes that loading gave the twin of a layer, such as the function that holds its packed weight."""
+        before = self._before.get(live, {})
+        return {
+            name: value
+            for name, value in self._twins[live].__dict__.items()
+            if name not in _STRUCTURE and before.get(name, before) is not value
+        }
 
     def _forget_loaders(self) -> None:
         for twin in self._twins.values():

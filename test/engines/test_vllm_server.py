@@ -224,7 +224,7 @@ def flags_and_environment(server):
 
 
 def test_flags_and_environment_on_a_cpu(standin, tmp_path, monkeypatch):
-    for name in ("OMP_WAIT_POLICY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ALLOW_INSECURE_SERIALIZATION", "HF_HUB_OFFLINE"):
+    for name in ("OMP_WAIT_POLICY", "VLLM_ALLOW_INSECURE_SERIALIZATION", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
     keywords = dict(kv_cache_gib=0.5, port=None, options=["--dtype", "bfloat16"], environment={"A": "1"})
@@ -239,20 +239,20 @@ def test_flags_and_environment_on_a_cpu(standin, tmp_path, monkeypatch):
 
 
 def test_flags_and_environment_on_a_gpu(standin, monkeypatch):
-    for name in ("VLLM_CPU_OMP_THREADS_BIND", "HF_HUB_OFFLINE"):
+    for name in ("OMP_WAIT_POLICY", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     keywords = dict(device="cuda", backend="ipc", environment={"VLLM_SERVER_DEV_MODE": "0"})
     flags, environment = flags_and_environment(standin(SAY_ALL, "org/name", **keywords))
     assert "--enforce-eager" not in flags and "--kv-cache-memory-bytes" not in flags
     assert json.loads(flags[flags.index("--weight-transfer-config") + 1]) == {"backend": "ipc"}
     assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1" and environment["VLLM_SERVER_DEV_MODE"] == "0"
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment and "HF_HUB_OFFLINE" not in environment
+    assert "OMP_WAIT_POLICY" not in environment and "HF_HUB_OFFLINE" not in environment
 
 
 def test_the_users_own_settings_of_threads_stay(standin, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     flags, environment = flags_and_environment(standin(SAY_ALL, backend=None))
-    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert environment["OMP_WAIT_POLICY"] == "active"
     assert "--weight-transfer-config" not in flags
 
 

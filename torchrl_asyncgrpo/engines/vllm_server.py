@@ -310,8 +310,8 @@ def _environment(on_cpu: bool, is_directory: bool, backend: str | None) -> dict[
     if backend == "ipc":  # its handles travel pickled
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if on_cpu:
-        # The trainer has the same cores: vLLM must neither hold on to some of them nor spin while it waits.
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_WAIT_POLICY": "passive"} | environment
+        # The trainer has the same cores: threads that spin while they wait would take them from it.
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over --kv-cache-memory-bytes
     return environment
 

@@ -64,7 +64,7 @@ train-vllm: $(VENV)/.installed-vllm ## the same, sampling with a vLLM server tha
 # Elsewhere there are no wheels of vLLM, and the tests that need it are skipped.
 HAS_VLLM := import sys, platform as p; print(p.system(), p.machine(), sys.version_info >= (3, 11))
 ifneq ($(filter Linux-x86_64-True Linux-aarch64-True,$(subst $() ,-,$(shell $(PYTHON) -c '$(HAS_VLLM)' 2>/dev/null))),)
-test: $(VENV)/.installed-vllm
+test bench: $(VENV)/.installed-vllm
 endif
 test: $(VENV)/.installed ## run the whole test suite
 	$(BIN)/python -m pytest $(ARGS)
@@ -83,7 +83,7 @@ types: $(VENV)/.installed ## check the types of the package
 docs: $(VENV)/.installed ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-bench: $(VENV)/.installed-bench $(VENV)/.installed-vllm ## time the parts and the whole job against their peers
+bench: $(VENV)/.installed-bench ## time the parts and the whole job against their peers
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove the environment and everything built

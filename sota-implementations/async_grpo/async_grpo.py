@@ -35,13 +35,14 @@ from torchrl_asyncgrpo import (
     WeightSyncSender,
     make_replay_buffer,
 )
+from torchrl_asyncgrpo.collectors.group import encode_prompt
 from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.engines.base import Engine
 from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 
 
 def make_engine(
-    cfg: DictConfig, model: PreTrainedModel, path: str, cleanup: contextlib.ExitStack
+    cfg: DictConfig, model: PreTrainedModel, path: str, longest_prompt: int, cleanup: contextlib.ExitStack
 ) -> tuple[Engine, WeightSyncSender]:
     """The engine that samples, and the sender that pushes the trained weights into it."""
     if cfg.engine.name == "transformers":  # in this process, between two of its decoding steps
@@ -61,7 +62,7 @@ def make_engine(
             log_file=Path(cfg.output) / "vllm.log",
         )
         url = cleanup.enter_context(server).url
-    engine = VLLMEngine(url)
+    engine = VLLMEngine(url, required_length=longest_prompt + cfg.sampling.max_tokens)
     cleanup.callback(engine.shutdown)
     sender = VLLMWeightSyncSender(
         model,
@@ -95,7 +96,9 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
 
     # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers
-    engine, sender = make_engine(cfg, model, path, cleanup)
+    source = PromptSource(prompts)
+    longest_prompt = max(len(encode_prompt(tokenizer, draw, max_length=2**31)) for draw in source.head(len(prompts)))
+    engine, sender = make_engine(cfg, model, path, longest_prompt, cleanup)
     replay_buffer = make_replay_buffer(
         batch_size=cfg.train.groups_per_step,
         max_staleness=cfg.train.max_staleness,
@@ -103,7 +106,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     )
     collector = AsyncLLMCollector(
         engine,
-        PromptSource(prompts),
+        source,
         last_number_is_sum,
         tokenizer=tokenizer,
         sampling_params=SamplingParams(

@@ -172,15 +172,15 @@ def test_nothing_listens():
         VLLMHTTP(url).weight_version()
 
 
-def test_connections_are_used_again_and_closed(fake, http):
+def test_connections_of_requests_are_used_again_and_control_calls_get_a_new_one_each(fake, http):
     for _ in range(5):
         http.weight_version()
-    assert fake.connections == 1
+    assert fake.connections == 5
     http.close()
     http.weight_version()
-    assert fake.connections == 2
+    assert fake.connections == 6
     answers = generate(fake, BODY, BODY, BODY)
-    assert len(answers) == 3 and fake.connections == 3
+    assert len(answers) == 3 and fake.connections == 7
 
 
 def test_cancelled_request_hangs_up(fake):

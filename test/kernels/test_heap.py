@@ -10,7 +10,7 @@ from torchrl_asyncgrpo.kernels.heap import release_free_pages
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-warm = torch.ones(40 * 2**20, dtype=torch.uint8)  # freed, it raises the size from which glibc maps blocks one by one
+warm = torch.ones(24 * 2**20, dtype=torch.uint8)  # freed, it raises the size from which glibc maps blocks one by one
 del warm
 kept = [torch.ones(1456128, dtype=torch.uint8) for _ in range(200)]
 del kept[1::2]

@@ -145,6 +145,7 @@ def test_waiting_ends_only_after_a_push_that_has_begun(watched):
 
     def slow_push():
         begun.set()
+        threading.Event().wait(0.3)  # the block has long been left
         order.append("push")
         sender.is_lost = False
 

@@ -58,6 +58,7 @@ class Transfer:
 
     def __init__(self, settings, client, source):
         self.settings, self.client, self.source, self.blocked, self.closed = settings, client, source, None, False
+        self.ended = threading.Event()
 
     def send_weights(self):
         self.client.start_weight_update()
@@ -69,6 +70,7 @@ class Transfer:
         ]
         self.client.update_weights({"names": list(self.sent)})
         self.client.finish_weight_update()
+        self.ended.set()
 
     def shutdown(self):
         self.closed = True
@@ -111,6 +113,7 @@ def test_a_collective_that_hangs_is_an_error_within_the_time_out_and_the_next_pu
     sender, server, opened = pushing("nccl", timeout=0.2)
     sender.update_weights()
     opened[0].blocked = threading.Event()
+    opened[0].ended.clear()
     with pytest.raises(TimeoutError, match=r"longer than timeout=0.2 s"):
         sender.update_weights()
     assert sender.policy_version == 1
@@ -119,7 +122,10 @@ def test_a_collective_that_hangs_is_an_error_within_the_time_out_and_the_next_pu
     assert len(opened) == 2
     assert opened[0].closed
     assert not server.paused
+    calls = len(server.calls)
     opened[0].blocked.set()
+    assert not opened[0].ended.wait(0.5)
+    assert len(server.calls) == calls  # what was given up says nothing more to the server
 
 
 def test_delta_needs_a_backend_that_sends_elements():
@@ -195,9 +201,9 @@ class Sparse:
     def __init__(self, held):
         self.held, self.pushes = held, []
 
-    def send_weights(self, patches):
-        self.pushes.append(sum(len(patch.indices) for patch in patches))
+    def send_weight_chunk(self, patches):
         for patch in patches:
+            self.pushes[-1] += len(patch.indices)
             self.held[patch.name].view(-1)[patch.indices.long()] = patch.values
 
 
@@ -213,10 +219,13 @@ def test_sparse_pushes_are_full_first_and_after_a_failure_and_bit_identical(monk
         (name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in weights.items()
     )
     settings = vllm_transfer.TransferSettings("sparse_nccl", 1, True, False, 10.0, "127.0.0.1", 1)
-    transfer = vllm_transfer.SparseTransfer(settings, vllm_transfer.PushClient(Server("sparse_nccl"), 10.0), source)
+    client = vllm_transfer.PushClient(Server("sparse_nccl"), 10.0)
+    client.version = "1"
+    transfer = vllm_transfer.SparseTransfer(settings, client, source)
     total = sum(tensor.numel() for tensor in weights.values())
 
     def push():
+        engine.pushes.append(0)
         source.weights = weights.items()
         transfer.send_weights()
         assert all(torch.equal(held[name], tensor.to(torch.bfloat16)) for name, tensor in weights.items())
@@ -228,11 +237,11 @@ def test_sparse_pushes_are_full_first_and_after_a_failure_and_bit_identical(monk
     assert 0 < engine.pushes[1] < 0.03 * total
     perturb(model, share=0.01)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "send_weights", lambda _: 1 / 0)
+        patch.setattr(engine, "send_weight_chunk", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             push()
     push()
-    assert engine.pushes[2] == total
+    assert engine.pushes[3] == total
 
 
 @pytest.mark.gpu

@@ -198,6 +198,7 @@ class VLLMEngine:
 
     # --- in the engine's own event loop -----------------------------------------------------------
     async def _group(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
+        await self._watch.look()
         seed = secrets.randbits(64) if params.seed is None else params.seed
         starts = range(0, params.n, self._group_size)
         parts = await gather_or_cancel(

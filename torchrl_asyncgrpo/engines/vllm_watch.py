@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,8 @@ class ServerWatch:
         counters: Counter[str],
     ) -> None:
         self.policy_version = 0
+        self._looked = False
+        self._looking = asyncio.Lock()
         self._http = http
         self._restart_timeout = restart_timeout
         self._poll_interval = poll_interval
@@ -56,6 +59,16 @@ class ServerWatch:
     def saw(self, version: int) -> None:
         """Keep the newest version."""
         self.policy_version = max(self.policy_version, version)
+
+    async def look(self) -> None:
+        """Before the first request: see the version that the server holds, so that its first restart is noticed."""
+        if self._looked:
+            return
+        async with self._looking:  # requests go on in the order in which they came
+            if not self._looked:
+                with contextlib.suppress(*OUTAGES):  # the request itself runs into it, and waits
+                    self.saw(await self._http.probe(_PROBE_TIMEOUT))
+                    self._looked = True
 
     async def generate(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Answer of one generation request; raises within ``hang_timeout`` when the server is gone."""

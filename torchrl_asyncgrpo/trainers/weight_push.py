@@ -78,11 +78,11 @@ class WeightPush(TrainerHookBase):
 
     def _watch(self, leave: threading.Event) -> None:
         while not leave.wait(WATCH_INTERVAL):
-            if not self.sender.lost():
-                continue
-            if self.steps_taken() == self._pushed_at:
-                self.sender.next_version = self.sender.policy_version
             try:
+                if not self.sender.lost():
+                    continue
+                if self.steps_taken() == self._pushed_at:
+                    self.sender.next_version = self.sender.policy_version
                 self._push()
             except Exception as failure:  # noqa: BLE001 - tried again, until whoever waits for the engine gives up
                 self.sender.next_version = None  # not of the weights that are next, if these are not pushed any more

@@ -76,7 +76,7 @@ class WeightSyncSender(abc.ABC):
         if not self._initialized:
             self.init_weight_transfer()
             self._initialized = True
-        version = self.policy_version + 1 if self.next_version is None else self.next_version
+        version = self._version_to_push()
         weights = self.prepare(version)
         self.pause()
         try:
@@ -90,6 +90,9 @@ class WeightSyncSender(abc.ABC):
         self.resume(version)
         self.next_version = None
         return version
+
+    def _version_to_push(self) -> int:
+        return self.policy_version + 1 if self.next_version is None else self.next_version
 
     def prepare(self, version: int) -> Iterable[tuple[str, Tensor]]:
         """Do what needs no pause yet, and return what :meth:`send_weights` gets: the module's weights.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -102,13 +104,18 @@ class SharedFile:
             os.close(self._descriptor)
             raise MemoryError(f"no {nbytes / 1e9:.2f} GB of shared memory for the weights: {error}") from error
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def close(self) -> None:
         """Give the path up; mappings that exist stay good."""
-        os.close(self._descriptor)
+        self._close()
 
 
 def _available_bytes() -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / f"memory.{name}" for name in ("max", "current"))
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available

@@ -53,8 +53,8 @@ class VLLMWeightSyncSender(WeightSyncSender):
         delta: send only the elements that changed in the serving dtype since the last confirmed push, as index and
             value, whenever that is fewer bytes; ``shm`` and ``sparse_nccl``.
         verify: ``"checksum"`` compares the server's checksums with the weights after every push, and fails the push
-            where they differ; ``"none"`` never does; None does so after the first push of this sender, and then only
-            warns of parameters that cannot be compared.
+            where they differ; ``"none"`` never does; None does so after the first push of this sender, and the first
+            to a restarted server, and then only warns of parameters that cannot be compared.
         timeout: seconds that each step of a push may take.
         restart_timeout: seconds that a server which is down is waited for.
         master_address: host of the trainer as the server reaches it; ``nccl`` and ``sparse_nccl``.
@@ -123,6 +123,8 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self._http = VLLMHTTP(url, timeout=timeout, api_key=api_key)
         self._policy_version = 0
         self._transfer: Any = None
+        self._met = False  # whether the server ever took a handshake
+        self._sent_version: int | None = None  # the server may have it since a push that was not confirmed
         self._verified = verify == "none"
         self._half_written = False
         self._paused_at: float | None = None
@@ -170,6 +172,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
             master_port=_free_port() if self.master_port is None else self.master_port,
         )
         self._transfer = self._in_time(lambda: vllm_transfer.open_transfer(settings, self._client, self._source))
+        self._met = True
 
     def prepare(self, version: int) -> Iterable[tuple[str, Tensor]]:
         """With ``shm``: write the weights into shared memory and let the workers build their tensors beside the old."""
@@ -184,8 +187,9 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self._paused_at = time.monotonic()
         try:
             self._http.pause(self.pause_mode, self.clear_cache, timeout=self.timeout)
-        except (ServerHung, ServerFailed):
-            self._resume_anyway()  # it may be held all the same
+        except BaseException:  # Ctrl-C too: it may be held all the same
+            if not self._half_written:
+                self._resume_anyway()
             raise
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -202,8 +206,9 @@ class VLLMWeightSyncSender(WeightSyncSender):
         """
         self._source.weights = weights = list(weights)
         if self._client.version is None:
-            self._client.version = str(self._next())
+            self._client.version = str(self._version_to_push())
         self._half_written = True
+        self._sent_version = int(self._client.version)
         try:
             self._in_time(self._transfer.send_weights)
         except BaseException:
@@ -211,13 +216,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
                 self._initialized = False
             raise
         if not self._verified:
-            compare_checksums(
-                dict(weights),
-                self._http.checksums(timeout=self.timeout),
-                self.serving_dtype,
-                strict=self.verify == "checksum",
-            )
-            self._verified = self.verify is None
+            self._compare(weights)
         self._half_written = False
 
     def resume(self, policy_version: int | None = None) -> None:
@@ -235,6 +234,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self._http.resume(timeout=self.timeout)
         if policy_version is not None:
             self._policy_version = policy_version
+            self._sent_version = None
             self.pause_seconds = time.monotonic() - (self._paused_at or time.monotonic())
 
     def destroy(self) -> None:
@@ -263,22 +263,23 @@ class VLLMWeightSyncSender(WeightSyncSender):
             TimeoutError: if a step takes longer than ``timeout``.
             RuntimeError: if the server failed, with its message.
         """
-        if self._initialized and self.lost():
+        if self.lost():
             self._start_over()
         try:
             return super().update_weights()
         except (ConnectionError, TimeoutError, ServerFailed):
-            if not self._initialized or not self._came_back():
+            if not self._met or not self._came_back():
                 raise
         self._start_over()
         return super().update_weights()
 
     def lost(self) -> bool:
-        """Whether the server answers and its version is not that of the last confirmed push."""
+        """Whether the server answers, and its version is neither that of the last confirmed push nor of a later one."""
         if self._policy_version == 0:
             return False
         try:
-            return self._http.weight_version(timeout=_PROBE_TIMEOUT) != self._policy_version
+            version = self._http.weight_version(timeout=_PROBE_TIMEOUT)
+            return version not in (self._policy_version, self._sent_version)
         except (ServerUnreachable, ServerHung, ServerFailed):
             return False
 
@@ -290,8 +291,19 @@ class VLLMWeightSyncSender(WeightSyncSender):
                 weights = revert_weight_conversion(self.module, weights)
         yield from weights.items()
 
-    def _next(self) -> int:
-        return self._policy_version + 1 if self.next_version is None else self.next_version
+    def _compare(self, weights: list[tuple[str, Tensor]]) -> None:
+        buffers = {name for name, _ in self.module.named_buffers()}  # of which vLLM takes no checksums
+        try:
+            compare_checksums(
+                {name: tensor for name, tensor in weights if name not in buffers},
+                self._http.checksums(timeout=self.timeout),
+                self.serving_dtype,
+                strict=self.verify == "checksum",
+            )
+        except ValueError:
+            self._initialized = False  # nothing that either side remembers of this push is to be relied on
+            raise
+        self._verified = self.verify is None
 
     def _sent_dtype(self, tensor: Tensor) -> torch.dtype:
         return self.serving_dtype if tensor.is_floating_point() else tensor.dtype
@@ -300,7 +312,6 @@ class VLLMWeightSyncSender(WeightSyncSender):
         torchrl_logger.warning(f"the vLLM server at {self.url} lost its weights; it gets all of them again.")
         self.counters["server_recoveries"] += 1
         self._initialized = False
-        self._half_written = False
         self._verified = self.verify == "none"
 
     def _came_back(self) -> bool:
@@ -359,6 +370,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         if failure:
             raise failure[0]
         if not outcome:
+            self._client.closed = True
             raise TimeoutError(
                 f"the {self.backend} transfer to {self.url} took longer than timeout={self.timeout:g} s; raise it, "
                 "or see the server's log. The next push starts with a new handshake."

@@ -69,17 +69,18 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
-    """One of the two calls that make a push.
+    """One of the calls that make a push.
 
     Args:
-        phase: ``"stage"`` prepares the push while the server goes on generating, ``"commit"`` puts it in force.
+        phase: ``"stage"`` prepares the push while the server goes on generating, ``"commit"`` puts it in force,
+            ``"discard"`` drops it, and raises what staging failed with.
         push: number of the push, counted by the trainer.
         slot: path of all tensors.
         patches: path of the elements to write into the slot first, or None.
         counts: with ``patches``: names of the tensors that change, and of how many elements each.
     """
 
-    phase: Literal["stage", "commit"]
+    phase: Literal["stage", "commit", "discard"]
     push: int
     slot: str = ""
     patches: str | None = None
@@ -123,7 +124,13 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Stage or commit a push."""
+        """Stage, commit or discard a push."""
+        if update_info.phase == "discard":
+            failure = None if self._staging is None else self._staging.exception()
+            self._discard()
+            if failure is not None:
+                raise failure
+            return
         if update_info.phase == "stage":
             self._discard()
             self._pending = update_info
@@ -165,7 +172,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             self._write_patches(pending)
             staged = StagedReload(self.model, self._slot(pending.slot), keep_unpacked=self._keep_unpacked)
         except BaseException:
-            self._staged[0] = -pending.push  # the commit raises it
+            self._staged[0] = -pending.push  # the trainer asks what it was
             raise
         finally:
             sys.setswitchinterval(interval)

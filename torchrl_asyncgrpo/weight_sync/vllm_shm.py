@@ -194,8 +194,8 @@ class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[Shared
     def _wait(self, waiting: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._settings.timeout
         while not bool((self._control == self._push).all()):
-            if bool((self._control == -self._push).any()):  # the commit of a failed push raises what it failed with
-                self.client.update_weights(asdict(SharedMemoryUpdateInfo("commit", self._push)))
+            if bool((self._control == -self._push).any()):
+                self.client.update_weights(asdict(SharedMemoryUpdateInfo("discard", self._push)))
                 raise RuntimeError("the server's workers could not load the weights; see the server's log.")
             if time.monotonic() > deadline:
                 raise TimeoutError(

@@ -25,14 +25,18 @@ class PushClient(HTTPVLLMWeightSyncClient):
 
     Attributes:
         version: weight version that the next push is finished with.
+        closed: True after a push was given up; what still runs of it then reaches the server no more.
     """
 
     def __init__(self, http: VLLMHTTP, timeout: float) -> None:
         super().__init__(http.url, timeout)
         self._http = http
         self.version: str | None = None
+        self.closed = False
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        if self.closed:
+            raise RuntimeError("this push was given up.")
         self._http.post(f"/{path}", json, timeout=self.timeout)
 
     def start_weight_update(self) -> None:
@@ -142,7 +146,6 @@ class SparseTransfer:
 
     Attributes:
         sent_bytes: bytes that the last push carried.
-        full_bytes: bytes of all weights.
     """
 
     def __init__(self, settings: TransferSettings, client: PushClient, source: PushSource) -> None:
@@ -151,7 +154,12 @@ class SparseTransfer:
         self._delta = settings.delta
         self._engine = WeightTransferTrainerFactory.trainer_init(_init_info(settings), client=client)
         self._served: dict[str, Tensor] | None = None
-        self.full_bytes = sum(torch.Size(meta.shape).numel() * meta.dtype.itemsize for meta in source.metadata())
+        for meta in source.metadata():
+            if torch.Size(meta.shape).numel() >= 2**31:
+                raise ValueError(
+                    f"{meta.name} has 2^31 elements or more, which vLLM's sparse transfer cannot index; use "
+                    "backend='nccl'."
+                )
         self.sent_bytes = 0
 
     @torch.no_grad()
@@ -160,22 +168,21 @@ class SparseTransfer:
         from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
 
         served, self._served = self._served, None
-        patches, now = [], {}
+        now: dict[str, Tensor] = {}
+        self.sent_bytes = 0
+        self._client.start_weight_update()
         for name, tensor in self._source:
             if served is None:
                 index, value = torch.arange(tensor.numel(), dtype=torch.int32, device=tensor.device), tensor.reshape(-1)
             else:
                 patch = changed_elements(tensor, served[name])
                 index, value = patch.index, patch.value
-            if len(index):
-                patches.append(SparseWeightPatch(name, index, value.contiguous(), tuple(tensor.shape)))
-            now[name] = tensor.clone() if self._delta else tensor
-        self.sent_bytes = sum(patch.indices.nbytes + patch.values.nbytes for patch in patches)
-        if patches:
-            self._engine.send_weights(patches)
-        else:  # vLLM sends nothing at all then, and the version is new nevertheless
-            self._client.start_weight_update()
-            self._client.finish_weight_update()
+            if len(index):  # tensor by tensor: either side holds no more than one patch
+                self._engine.send_weight_chunk([SparseWeightPatch(name, index, value, tuple(tensor.shape))])
+                self.sent_bytes += index.nbytes + value.nbytes
+            if self._delta:
+                now[name] = tensor.clone()
+        self._client.finish_weight_update()
         self._served = now if self._delta else None
 
     def shutdown(self) -> None:

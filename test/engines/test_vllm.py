@@ -26,13 +26,14 @@ from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 pytestmark = pytest.mark.vllm
 
 END_IDS = [0, 7]
-LONG = SamplingParams(max_tokens=400, n=3, seed=1, ignore_eos=True)
+LENGTH = 700
+LONG = SamplingParams(max_tokens=LENGTH, n=3, seed=1, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tiny")
-    model = tiny_qwen3(head_dim=32, max_position_embeddings=512)
+    model = tiny_qwen3(head_dim=32, max_position_embeddings=2048)
     model.generation_config.eos_token_id = END_IDS
     model.save_pretrained(directory)
     character_tokenizer().save_pretrained(directory)
@@ -42,7 +43,7 @@ def model_directory(tmp_path_factory):
 def serve(directory, **options):
     flags = ["--no-enable-chunked-prefill", *options.pop("options", [])]
     return VLLMServer(
-        directory, backend=None, device="cpu", kv_cache_gib=0.1, max_model_len=512, options=flags, **options
+        directory, backend=None, device="cpu", kv_cache_gib=0.1, max_model_len=2048, options=flags, **options
     )
 
 
@@ -131,7 +132,7 @@ def test_log_probs_are_the_models_own_at_the_sampling_temperature(engine, model_
 
 def test_description_of_the_server_is_that_of_its_flags(engine, model_directory):
     server = engine.server
-    assert engine.max_length == server.max_model_len == 512
+    assert engine.max_length == server.max_model_len == 2048
     assert (server.model, server.root, server.dtype) == ("policy", str(model_directory), "float32")
     assert (server.world_size, server.transfer_backend, server.returns_sampling_mask) == (1, None, False)
 
@@ -182,7 +183,7 @@ def test_push_that_keeps_requests_gives_a_completion_of_two_versions(client, eng
     push(client, 1)
     ((completion, *_),) = in_the_middle(client, engine, lambda: push(client, 2))
     counts = Counter(completion.policy_versions)
-    assert set(counts) == {1, 2} and counts.total() == 400
+    assert set(counts) == {1, 2} and counts.total() == LENGTH
     assert completion.policy_versions == sorted(completion.policy_versions)
     assert engine.policy_version == 2 and engine.counters["resumed"] == 0
     (rollout,) = make_group(
@@ -196,7 +197,7 @@ def test_push_that_aborts_requests_is_followed_by_the_rest_of_them(client, engin
     (completions,) = in_the_middle(client, engine, lambda: push(client, 4, mode="abort"))
     assert engine.counters["resumed"] == 3
     for completion in completions:
-        assert completion.finish_reason == "length" and len(completion.token_ids) == 400
+        assert completion.finish_reason == "length" and len(completion.token_ids) == LENGTH
         assert set(completion.policy_versions) == {3, 4}
         assert completion.policy_versions == sorted(completion.policy_versions)
         assert not any(map(math.isnan, completion.log_probs))
@@ -214,7 +215,7 @@ def test_cancelled_request_ends_on_the_server(client, engine):
 
     before = metric(client, "generation_tokens_total")
     assert asyncio.run(cancelled())
-    assert metric(client, "generation_tokens_total") < before + 1200 and engine.counters["tokens"] == 0
+    assert metric(client, "generation_tokens_total") < before + 3 * LENGTH and engine.counters["tokens"] == 0
 
 
 def test_several_loops_and_engines_sample_at_once(make_engine):
@@ -242,7 +243,7 @@ def test_server_that_is_frozen_is_noticed_and_waited_for(server, client, make_en
 
     groups = in_the_middle(client, engine, freeze, prompts=[(1,), (2,)])
     waker.join()
-    assert [[len(c.token_ids) for c in group] for group in groups] == [[400] * 3] * 2
+    assert [[len(c.token_ids) for c in group] for group in groups] == [[LENGTH] * 3] * 2
     assert (engine.counters["retries"], engine.counters["recoveries"]) == (2, 1)
 
 
@@ -268,8 +269,8 @@ def test_flags_that_a_server_lacks_are_named(wrong_servers):
 
 
 def test_wrong_urls_and_lengths_are_refused(server):
-    with pytest.raises(ValueError, match="--max-model-len 600: it takes 512"):
-        VLLMEngine(server.url, required_length=600)
+    with pytest.raises(ValueError, match="--max-model-len 2100: it takes 2048"):
+        VLLMEngine(server.url, required_length=2100)
     with pytest.raises(ValueError, match="leave out the path"):
         VLLMEngine(server.url + "/v1")
     with pytest.raises(ValueError, match="does not speak vLLM's API"):
@@ -298,7 +299,7 @@ def test_killed_server_that_restarts_with_old_weights_answers_every_prompt_once(
     prompts = [(i + 1, 2) for i in range(6)]
     groups = in_the_middle(client, engine, kill, prompts)
     sender.join()
-    assert [[len(c.token_ids) for c in group] for group in groups] == [[400] * 3] * 6
+    assert [[len(c.token_ids) for c in group] for group in groups] == [[LENGTH] * 3] * 6
     # a group may have been answered before; no token is of the weights that the server restarted with
     versions = [set(c.policy_versions) for group in groups for c in group]
     assert all(spans in ({8}, {9}) for spans in versions) and {9} in versions

@@ -231,7 +231,11 @@ class VLLMWeightSyncSender(WeightSyncSender):
             raise RuntimeError(
                 f"the server at {self.url} holds weights of two versions and stays paused; push again, or restart it."
             )
-        self._http.resume(timeout=self.timeout)
+        try:
+            self._http.resume(timeout=self.timeout)
+        except BaseException:
+            self._initialized = False  # the next push is a full one after any failure
+            raise
         if policy_version is not None:
             self._policy_version = policy_version
             self._sent_version = None

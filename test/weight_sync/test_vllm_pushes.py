@@ -76,7 +76,7 @@ def test_twenty_pushes_while_requests_run(policy, sender, engine, server, http):
             failures.append(failure)
 
     sender.update_weights()  # before the first request, as in a run
-    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    askers = [threading.Thread(target=ask, args=(seed,)) for seed in range(2)]
     for asker in askers:
         asker.start()
     try:

@@ -67,6 +67,17 @@ def tiny_gpt2(seed=0, **changes):
     return AutoModelForCausalLM.from_config(GPT2Config(**{**fields, **changes}))
 
 
+def kept_log_softmax(model, row, temperature):
+    """The naive log-probs of a rollout: of every trained position its distribution within the kept set, and whole."""
+    ids = row["token_ids"]
+    counts = row.get("kept_count", torch.zeros_like(ids)).tolist()
+    sets = row.get("kept_token_ids", ids[:0]).split(counts)
+    logits = model(ids[None]).logits[0].double() / temperature
+    for n in row["loss_mask"].nonzero().flatten().tolist():
+        outside = torch.full_like(logits[n - 1], -torch.inf).index_fill(0, sets[n], 0.0) if counts[n] else 0.0
+        yield n, torch.log_softmax(logits[n - 1] + outside, -1), torch.log_softmax(logits[n - 1], -1)
+
+
 class ScriptedEngine:
     """Answers every request at once from its seed, or when the test opens the gate of that many requests."""
 

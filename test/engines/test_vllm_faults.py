@@ -17,13 +17,6 @@ PARAMS = SamplingParams(max_tokens=6, n=2, seed=3)
 
 
 @pytest.fixture
-def fake():
-    server = FakeVLLM()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
 def make_engine(fake):
     engines = []
 

@@ -5,7 +5,7 @@ import json
 import socket
 
 import pytest
-from engines.fake_vllm import WAIT_S, FakeVLLM, sampled
+from engines.fake_vllm import WAIT_S, sampled
 
 from torchrl_asyncgrpo.engines.vllm_http import (
     VLLMHTTP,
@@ -18,13 +18,6 @@ from torchrl_asyncgrpo.engines.vllm_http import (
 )
 
 BODY = {"token_ids": [1], "sampling_params": {"n": 1, "max_tokens": 3, "seed": 0}}
-
-
-@pytest.fixture
-def fake():
-    server = FakeVLLM()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

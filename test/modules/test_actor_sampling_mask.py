@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fakes import VOCABULARY, tiny_gpt2, tiny_qwen3
+from fakes import VOCABULARY, kept_log_softmax, tiny_gpt2, tiny_qwen3
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout
@@ -66,12 +66,7 @@ def alone(model, rows, temperature):
     values = {}
     for row in rows:
         ids, i = row["token_ids"], int(row["rollout_id"])
-        counts = row.get("kept_count", torch.zeros_like(ids)).tolist()
-        sets = row.get("kept_token_ids", ids[:0]).split(counts)
-        logits = model(ids[None]).logits[0].double() / temperature
-        for n in row["loss_mask"].nonzero().flatten().tolist():
-            outside = torch.full_like(logits[n - 1], -torch.inf).index_fill(0, sets[n], 0.0) if counts[n] else 0.0
-            within, whole = torch.log_softmax(logits[n - 1] + outside, -1), torch.log_softmax(logits[n - 1], -1)
+        for n, within, whole in kept_log_softmax(model, row, temperature):
             values[i, n] = (within[ids[n]], whole[ids[n]], -(whole.exp() * whole).sum())
     return values
 

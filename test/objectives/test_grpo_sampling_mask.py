@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from fakes import VOCABULARY, tiny_gpt2, tiny_qwen3
+from fakes import VOCABULARY, kept_log_softmax, tiny_gpt2, tiny_qwen3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModuleBase
@@ -118,12 +118,7 @@ def loops(model, rows, temperature):
     total, count = 0.0, sum(int(row["loss_mask"].sum()) for row in rows)
     for row in rows:
         ids, advantage = row["token_ids"], row["advantage"].double()
-        counts = row.get("kept_count", torch.zeros_like(ids)).tolist()
-        sets = row.get("kept_token_ids", ids[:0]).split(counts)
-        logits = model(ids[None]).logits[0].double() / temperature
-        for n in row["loss_mask"].nonzero().flatten().tolist():
-            outside = torch.full_like(logits[n - 1], -torch.inf).index_fill(0, sets[n], 0.0) if counts[n] else 0.0
-            within, whole = torch.log_softmax(logits[n - 1] + outside, -1), torch.log_softmax(logits[n - 1], -1)
+        for n, within, whole in kept_log_softmax(model, row, temperature):
             ratio = (within[ids[n]] - row["sample_log_prob"][n]).exp()
             difference = row["ref_log_prob"][n] - whole[ids[n]]
             term = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)

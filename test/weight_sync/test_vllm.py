@@ -7,10 +7,9 @@ import torch
 from push_tools import PROMPT, in_background, own_log_probs, perturb, sample
 from transformers import AutoModelForCausalLM
 
-from torchrl_asyncgrpo import VLLMEngine, VLLMWeightSyncSender, make_rollout
+from torchrl_asyncgrpo import VLLMWeightSyncSender, make_rollout
 from torchrl_asyncgrpo.data.pretrained import SMOLLM2, resolve_model
 from torchrl_asyncgrpo.data.schema import oldest_version
-from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP
 
 
 @pytest.fixture(scope="module")
@@ -31,25 +30,8 @@ def policy(model, original):
 
 
 @pytest.fixture
-def http(smollm2_server):
-    http = VLLMHTTP(smollm2_server.url)
-    yield http
-    assert not http.is_paused()
-    http.close()
-
-
-@pytest.fixture
-def sender(policy, smollm2_server):
-    sender = VLLMWeightSyncSender(policy, smollm2_server.url, verify="checksum", timeout=60)
-    yield sender
-    sender.destroy()
-
-
-@pytest.fixture
-def engine(smollm2_server):
-    engine = VLLMEngine(smollm2_server.url)
-    yield engine
-    engine.shutdown()
+def server(smollm2_server):
+    return smollm2_server
 
 
 def test_the_importance_ratio_of_pushed_weights_is_one(policy, sender, engine):
@@ -94,11 +76,11 @@ def test_a_push_in_the_middle_of_a_request_gives_two_spans_and_the_staleness_of_
 
 
 def test_only_changed_elements_travel_and_the_server_holds_exactly_what_a_full_push_gives(
-    policy, original, smollm2_server, http
+    policy, original, server, http
 ):
     def checksums_after(delta):
         policy.load_state_dict(original)
-        sender = VLLMWeightSyncSender(policy, smollm2_server.url, delta=delta, verify="checksum", timeout=60)
+        sender = VLLMWeightSyncSender(policy, server.url, delta=delta, verify="checksum", timeout=60)
         sender.update_weights()
         assert sender.sent_bytes == full
         perturb(policy, seed=1, share=0.01)

@@ -56,7 +56,7 @@ class Server:
 class Transfer:
     """What vLLM's trainer-side engine does to its client and source, without the collective between."""
 
-    def __init__(self, settings, client, source):
+    def __init__(self, client, source, **settings):
         self.settings, self.client, self.source, self.blocked, self.closed = settings, client, source, None, False
         self.ended = threading.Event()
 
@@ -82,8 +82,8 @@ def pushing(monkeypatch):
 
     opened = []
 
-    def open_transfer(*arguments):
-        opened.append(Transfer(*arguments))
+    def open_transfer(*arguments, **settings):
+        opened.append(Transfer(*arguments, **settings))
         return opened[-1]
 
     monkeypatch.setattr(vllm_transfer, "open_transfer", open_transfer)
@@ -104,7 +104,7 @@ def test_a_push_pauses_sends_everything_once_names_the_version_and_resumes(backe
     round_of_calls = ["pause wait False", "/start_weight_update", "/update_weights", "/finish_weight_update", "resume"]
     assert server.calls == 2 * round_of_calls
     assert server.version == 2
-    assert transfer.settings.world_size == 2
+    assert transfer.settings["workers"] == 2
     assert {tensor.dtype for tensor in transfer.sent.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in transfer.sent  # tied to the embedding
 
@@ -215,13 +215,10 @@ def test_sparse_pushes_are_full_first_and_after_a_failure_and_bit_identical(monk
     held = {name: torch.zeros_like(tensor, dtype=torch.bfloat16).detach() for name, tensor in weights.items()}
     engine = Sparse(held)
     monkeypatch.setattr(vllm_transfer.WeightTransferTrainerFactory, "trainer_init", lambda *_, **__: engine)
-    source = vllm_transfer.PushSource.of(
-        (name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in weights.items()
-    )
-    settings = vllm_transfer.TransferSettings("sparse_nccl", 1, True, False, 10.0, "127.0.0.1", 1)
+    source = vllm_transfer.PushSource((name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in weights.items())
     client = vllm_transfer.PushClient(Server("sparse_nccl"), 10.0)
     client.version = "1"
-    transfer = vllm_transfer.SparseTransfer(settings, client, source)
+    transfer = vllm_transfer.SparseTransfer(None, client, source, delta=True)
     total = sum(tensor.numel() for tensor in weights.values())
 
     def push():

@@ -13,8 +13,8 @@ import torch
 from fakes import tiny_qwen3
 from push_tools import in_background, own_log_probs, perturb, resident_bytes, sample
 
-from torchrl_asyncgrpo import VLLMEngine, VLLMWeightSyncSender
-from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerFailed
+from torchrl_asyncgrpo import VLLMWeightSyncSender
+from torchrl_asyncgrpo.engines.vllm_http import ServerFailed
 from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 
 pytestmark = pytest.mark.vllm
@@ -39,28 +39,6 @@ def server(tmp_path_factory):
 @pytest.fixture
 def policy():
     return served_model()
-
-
-@pytest.fixture
-def http(server):
-    http = VLLMHTTP(server.url)
-    yield http
-    assert not http.is_paused()
-    http.close()
-
-
-@pytest.fixture
-def sender(policy, server):
-    sender = VLLMWeightSyncSender(policy, server.url, verify="checksum", timeout=60)
-    yield sender
-    sender.destroy()
-
-
-@pytest.fixture
-def engine(server):
-    engine = VLLMEngine(server.url)
-    yield engine
-    engine.shutdown()
 
 
 def test_twenty_pushes_while_requests_run(policy, sender, engine, server, http):

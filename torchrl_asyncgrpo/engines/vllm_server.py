@@ -97,18 +97,9 @@ class VLLMServer:
         model = resolve_model(model)
         on_cpu = _resolve_device(device) == "cpu"
 
-        # Log-probs at the sampling temperature of what was sampled, and none of the model's own sampling defaults.
-        flags = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"]
-        flags += ["--model", model, "--served-model-name", served_model_name, "--dtype", dtype, "--host", host]
-        flags += ["--disable-uvicorn-access-log"]
-        if max_model_len is not None:
-            flags += ["--max-model-len", str(max_model_len)]
-        if backend is not None:
-            flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
-        if on_cpu:
-            flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(kv_cache_gib * 2**30))]
-            flags += ["--no-enable-chunked-prefill"]  # vLLM 0.32 dies of a seeded request that it prefills in parts
-        self._flags, self._options = flags, [str(option) for option in options]
+        flags = ["--model", model, "--served-model-name", served_model_name, "--dtype", dtype, "--host", host]
+        self._flags = flags + _flags(backend, max_model_len, kv_cache_gib if on_cpu else None)
+        self._options = [str(option) for option in options]
         self._environment = _environment(on_cpu, os.path.isdir(model), backend) | dict(environment or {})
         self._host, self._wanted_port = host, port
         self._max_restarts, self._startup_timeout = max_restarts, startup_timeout
@@ -298,9 +289,23 @@ def _resolve_device(device: str) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return "cpu" if "cpu" in distribution + importlib.metadata.version(distribution) else "cuda"
     raise RuntimeError(
-        "vLLM is not installed here. For a GPU: pip install 'vllm>=0.32'. For a CPU: make install-vllm, which also "
-        "removes what would break transformers beside it."
+        "vLLM is not installed here. For a GPU: pip install 'vllm>=0.32,<0.33'. For a CPU: make install-vllm, which "
+        "also removes what would break transformers beside it."
     )
+
+
+def _flags(backend: str | None, max_model_len: int | None, cpu_cache_gib: float | None) -> list[str]:
+    # Log-probs at the sampling temperature of what was sampled, and none of the model's own sampling defaults.
+    flags = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"]
+    flags += ["--disable-uvicorn-access-log"]
+    if max_model_len is not None:
+        flags += ["--max-model-len", str(max_model_len)]
+    if backend is not None:
+        flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
+    if cpu_cache_gib is not None:
+        flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(cpu_cache_gib * 2**30))]
+        flags += ["--no-enable-chunked-prefill"]  # vLLM 0.32 dies of a seeded request that it prefills in parts
+    return flags
 
 
 def _environment(on_cpu: bool, is_directory: bool, backend: str | None) -> dict[str, str]:

@@ -59,8 +59,6 @@ class SharedTensors(Mapping[str, Tensor]):
     def __init__(self, path: str, specs: Iterable[TensorSpec]) -> None:
         specs = list(specs)
         offsets, nbytes = layout(specs)
-        self.path = path
-        self.nbytes = nbytes
         memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
         self._tensors = {
             spec.name: memory[offset : offset + spec.nbytes].view(spec.torch_dtype).view(spec.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,8 @@ from torchrl_asyncgrpo.weight_sync.vllm_checks import check_server
 # Seconds that a look at the server may take, and between two looks while it is away
 _PROBE_TIMEOUT = 5.0
 _POLL_INTERVAL = 0.5
+# Backends that can send single elements
+_WITH_DELTA = ("shm", "sparse_nccl")
 
 
 class VLLMWeightSyncSender(WeightSyncSender):
@@ -63,7 +64,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
 
     Attributes:
         counters: ``server_recoveries``, pushes that were made because the server had lost its weights.
-        sent_bytes: bytes that the last push carried; None where the backend does not say.
+        sent_bytes: bytes that the last push carried; 0 before the first.
         pause_seconds: how long the last push held generation.
 
     Raises:
@@ -97,7 +98,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         ):
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}; it is one of {', '.join(map(repr, allowed))}.")
-        if delta and backend not in ("shm", "sparse_nccl"):
+        if delta and backend not in _WITH_DELTA:
             raise ValueError(
                 f"delta=True with backend={backend!r}, which sends whole tensors; use 'shm' or 'sparse_nccl'."
             )
@@ -119,6 +120,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self.master_address = master_address
         self.master_port = master_port
         self.counters["server_recoveries"] = 0
+        self.sent_bytes = 0
         self.pause_seconds = 0.0
         self._http = VLLMHTTP(url, timeout=timeout, api_key=api_key)
         self._policy_version = 0
@@ -127,18 +129,13 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self._sent_version: int | None = None  # the server may have it since a push that was not confirmed
         self._verified = verify == "none"
         self._half_written = False
-        self._paused_at: float | None = None
+        self._paused_at = 0.0
         self._looked_at = 0.0
 
     @property
     def policy_version(self) -> int:
         """Version of the last confirmed push; 0 before the first."""
         return self._policy_version
-
-    @property
-    def sent_bytes(self) -> int | None:
-        """Bytes that the last push carried; None before the first, and where the backend does not say."""
-        return getattr(self._transfer, "sent_bytes", None)
 
     # --- the verbs of a transfer ------------------------------------------------------------------
     def init_weight_transfer(self) -> None:
@@ -160,18 +157,20 @@ class VLLMWeightSyncSender(WeightSyncSender):
             ) from error
         self._close_transfer()
         metadata = [(name, self._sent_dtype(tensor), tuple(tensor.shape)) for name, tensor in self.named_weights()]
-        self._source = vllm_transfer.PushSource.of(metadata)
+        self._source = vllm_transfer.PushSource(metadata)
         self._client = vllm_transfer.PushClient(self._http, self.timeout)
-        settings = vllm_transfer.TransferSettings(
-            backend=self.backend,
-            world_size=server.world_size or 1,
-            delta=self.delta,
-            keep_unpacked=self.verify != "none",
-            timeout=self.timeout,
-            master_address=self.master_address,
-            master_port=_free_port() if self.master_port is None else self.master_port,
+        self._transfer = self._in_time(
+            lambda: vllm_transfer.open_transfer(
+                self._client,
+                self._source,
+                backend=self.backend,
+                workers=server.world_size or 1,
+                delta=self.delta,
+                keep_unpacked=self.verify != "none",
+                master_address=self.master_address,
+                master_port=self.master_port,
+            )
         )
-        self._transfer = self._in_time(lambda: vllm_transfer.open_transfer(settings, self._client, self._source))
         self._met = True
 
     def prepare(self, version: int) -> Iterable[tuple[str, Tensor]]:
@@ -215,6 +214,8 @@ class VLLMWeightSyncSender(WeightSyncSender):
             if self.backend != "shm":  # a communicator that failed is of no further use
                 self._initialized = False
             raise
+        # the other backends send every tensor whole
+        self.sent_bytes = self._transfer.sent_bytes if self.backend in _WITH_DELTA else self._source.nbytes
         if not self._verified:
             self._compare(weights)
         self._half_written = False
@@ -239,7 +240,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         if policy_version is not None:
             self._policy_version = policy_version
             self._sent_version = None
-            self.pause_seconds = time.monotonic() - (self._paused_at or time.monotonic())
+            self.pause_seconds = time.monotonic() - self._paused_at
 
     def destroy(self) -> None:
         """Close the transfer on both sides; the server, where it is still there, goes on with the weights it has."""
@@ -380,10 +381,3 @@ class VLLMWeightSyncSender(WeightSyncSender):
                 "or see the server's log. The next push starts with a new handshake."
             )
         return outcome[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

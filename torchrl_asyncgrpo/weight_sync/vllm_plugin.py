@@ -55,8 +55,7 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 
     Args:
         tensors: name, dtype and shape of every tensor of a push.
-        control: path of one int64 per worker, where it leaves the number of the push it has staged, negative where
-            staging failed.
+        control: path of the control words, see :func:`control_spec`.
         workers: number of workers.
         keep_unpacked: on a CPU, keep the weights that vLLM packs readable for checksums.
     """
@@ -107,9 +106,9 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self.shutdown()
         self._specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in init_info.tensors]
         self._keep_unpacked = init_info.keep_unpacked
-        control = SharedTensors(init_info.control, [TensorSpec("staged", "int64", (init_info.workers,))])
         parallel = self.parallel_config
-        self._staged = control["staged"][parallel.data_parallel_index * parallel.world_size + parallel.rank :][:1]
+        self._worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._control = control_words(init_info.control, init_info.workers)
 
     def start_weight_update(self) -> None:
         """Nothing: both calls of a push are whole in themselves, so that a trainer that died leaves nothing open."""
@@ -125,25 +124,32 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Stage, commit or discard a push."""
-        if update_info.phase == "discard":
-            failure = None if self._staging is None else self._staging.exception()
-            self._discard()
-            if failure is not None:
-                raise failure
-            return
         if update_info.phase == "stage":
-            self._discard()
-            self._pending = update_info
-            if self.device.type == "cpu":
-                self._staging = self._stager.submit(self._stage, update_info)
-            else:
-                self._write_patches(update_info)
-                self._staged[0] = update_info.push
-            return
+            self._begin(update_info)
+        elif update_info.phase == "commit":
+            self._commit(update_info.push)
+        elif (failure := self._discard()) is not None:
+            raise failure
+
+    def shutdown(self) -> None:
+        """Let go of the trainer's memory."""
+        self._discard()
+        self._slots.clear()
+
+    def _begin(self, update_info: SharedMemoryUpdateInfo) -> None:
+        self._discard()
+        self._pending = update_info
+        if self.device.type == "cpu":
+            self._staging = self._stager.submit(self._stage, update_info)
+        else:
+            self._write_patches(update_info)
+            self._control[self._worker] = update_info.push
+
+    def _commit(self, push: int) -> None:
         pending, self._pending = self._pending, None
         staging, self._staging = self._staging, None
-        if pending is None or pending.push != update_info.push:
-            raise RuntimeError(f"push {update_info.push} is committed but was not staged; stage it first.")
+        if pending is None or pending.push != push:
+            raise RuntimeError(f"push {push} is committed but was not staged; stage it first.")
         if staging is not None:
             staging.result().commit(self.model_config)
         else:
@@ -151,16 +157,14 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
             reload_in_place(self.model, self._slot(pending.slot), self.model_config)
 
-    def shutdown(self) -> None:
-        """Let go of the trainer's memory."""
-        self._discard()
-        self._slots.clear()
-
-    def _discard(self) -> None:
-        """Drop a push that was staged and never committed."""
+    def _discard(self) -> BaseException | None:
+        """Drop a push that was staged and never committed; returns what staging it failed with."""
         staging, self._staging, self._pending = self._staging, None, None
-        if staging is not None and staging.exception() is None:
+        if staging is None:
+            return None
+        if (failure := staging.exception()) is None:
             staging.result().release()
+        return failure
 
     def _stage(self, pending: SharedMemoryUpdateInfo) -> Any:
         from torchrl_asyncgrpo.weight_sync.vllm_reload import StagedReload
@@ -172,11 +176,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             self._write_patches(pending)
             staged = StagedReload(self.model, self._slot(pending.slot), keep_unpacked=self._keep_unpacked)
         except BaseException:
-            self._staged[0] = -pending.push  # the trainer asks what it was
+            self._control[self._worker] = -pending.push  # the trainer asks what it was
             raise
         finally:
             sys.setswitchinterval(interval)
-        self._staged[0] = pending.push
+        self._control[self._worker] = pending.push
         return staged
 
     def _slot(self, path: str) -> SharedTensors:
@@ -188,6 +192,16 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         if pending.patches is not None:
             slot = self._slot(pending.slot)
             apply_patches(slot, patch_views(pending.patches, pending.counts, slot))
+
+
+def control_spec(workers: int) -> TensorSpec:
+    """One word per worker: the number of the push that it has staged, negative where staging failed."""
+    return TensorSpec("control", "int64", (workers,))
+
+
+def control_words(path: str, workers: int) -> Tensor:
+    """The words of all workers, [workers] int64, in memory that trainer and workers share."""
+    return SharedTensors(path, [control_spec(workers)])["control"]
 
 
 def patch_specs(counts: Iterable[tuple[str, int]], slot: Mapping[str, Tensor]) -> list[TensorSpec]:

@@ -22,6 +22,8 @@ from torchrl_asyncgrpo.weight_sync.vllm_plugin import (
     BACKEND,
     SharedMemoryInitInfo,
     SharedMemoryUpdateInfo,
+    control_spec,
+    control_words,
     patch_specs,
     patch_views,
 )
@@ -51,11 +53,13 @@ class SharedMemoryTrainerInitInfo(TrainerInitInfo):
 
 
 class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[SharedMemoryTrainerInitInfo]):
-    """The trainer's side: two slots that take turns, so that a push which failed leaves the one before it whole.
+    """The trainer's side.
+
+    Two slots take turns, so that a worker which still reads a push that was given up does not read the next one. A
+    push of changed elements changes the slot that is served.
 
     Attributes:
         sent_bytes: bytes that the last push carried.
-        full_bytes: bytes of all weights.
     """
 
     init_info_cls = SharedMemoryTrainerInitInfo
@@ -69,7 +73,7 @@ class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[Shared
             TensorSpec(meta.name, str(meta.dtype).removeprefix("torch."), tuple(meta.shape))
             for meta in source.metadata()
         ]
-        self.full_bytes = sum(spec.nbytes for spec in self._specs)
+        self._full_bytes = sum(spec.nbytes for spec in self._specs)
         self.sent_bytes = 0
         self._slots: dict[int, tuple[SharedFile, SharedTensors]] = {}
         self._served: int | None = None  # index of the slot that holds what the server serves, where that is known
@@ -77,9 +81,8 @@ class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[Shared
         self._written = 1  # slot that was written last; the other one is next
         self._push = 0
         self._patches: SharedFile | None = None
-        spec = TensorSpec("staged", "int64", (settings.workers,))
-        self._control_file = SharedFile(layout([spec])[1])
-        self._control = SharedTensors(self._control_file.path, [spec])["staged"]
+        self._control_file = SharedFile(layout([control_spec(settings.workers)])[1])
+        self._control = control_words(self._control_file.path, settings.workers)
 
     @classmethod
     def trainer_init(
@@ -93,20 +96,14 @@ class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[Shared
         if source is None:
             raise ValueError("shared-memory weight transfer needs a WeightSource.")
         engine = cls(client=client, source=source, settings=init_info)
-        engine.handshake()
-        return engine
-
-    def handshake(self) -> None:
-        """Tell the workers where the memory is; again after they were restarted. The next push is a full one."""
-        self._served = self._staged = None
-        info = SharedMemoryInitInfo(
-            tensors=[(spec.name, spec.dtype, list(spec.shape)) for spec in self._specs],
-            control=self._control_file.path,
-            workers=self._settings.workers,
-            keep_unpacked=self._settings.keep_unpacked,
+        worker_info = SharedMemoryInitInfo(
+            tensors=[(spec.name, spec.dtype, list(spec.shape)) for spec in engine._specs],
+            control=engine._control_file.path,
+            workers=init_info.workers,
+            keep_unpacked=init_info.keep_unpacked,
         )
-        if self.is_sender:
-            self.client.init_weight_transfer_engine(asdict(info))
+        client.init_weight_transfer_engine(asdict(worker_info))
+        return engine
 
     @torch.no_grad()
     def stage(self, waiting: Callable[[], None] = lambda: None) -> None:
@@ -156,7 +153,7 @@ class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[Shared
         file, slot = self._slot(self._staged)
         for name, tensor in weights:
             slot[name].copy_(tensor)
-        self.sent_bytes = self.full_bytes
+        self.sent_bytes = self._full_bytes
         return SharedMemoryUpdateInfo("stage", self._push, file.path)
 
     def _slot(self, index: int) -> tuple[SharedFile, SharedTensors]:
@@ -174,7 +171,7 @@ class SharedMemoryTrainerWeightTransferEngine(TrainerWeightTransferEngine[Shared
         for name, tensor in weights:
             patches[name] = patch = changed_elements(tensor, slot[name])
             nbytes += patch.nbytes
-            if nbytes >= self.full_bytes:
+            if nbytes >= self._full_bytes:
                 _, free = self._slot(1 - self._written)
                 for done in patches:
                     free[done].copy_(slot[done])

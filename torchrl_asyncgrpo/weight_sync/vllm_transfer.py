@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerInitInfo, SparseWeightPatch
+from vllm.utils.network_utils import get_open_port
 
 from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerFailed
 from torchrl_asyncgrpo.weight_sync import vllm_plugin
@@ -62,14 +66,14 @@ class PushSource(WeightSource):
         weights: the tensors of this push, in any dtype.
     """
 
-    def __init__(self, metadata: list[ParamMeta]) -> None:
-        self._metadata = metadata
+    def __init__(self, metadata: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+        self._metadata = [ParamMeta(*tensor) for tensor in metadata]
         self.weights: Iterable[tuple[str, Tensor]] = ()
 
-    @classmethod
-    def of(cls, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> PushSource:
-        """Source of pushes that consist of tensors of these names, dtypes and shapes."""
-        return cls([ParamMeta(*tensor) for tensor in tensors])
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self._metadata)
 
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype and shape of the tensors."""
@@ -85,60 +89,44 @@ class PushSource(WeightSource):
             yield name, materialize_full_tensor(tensor.detach()).to(meta.dtype)
 
 
-@dataclass
-class TransferSettings:
-    """What a backend needs to know.
+def open_transfer(
+    client: PushClient,
+    source: PushSource,
+    *,
+    backend: Backend,
+    workers: int,
+    delta: bool,
+    keep_unpacked: bool,
+    master_address: str,
+    master_port: int | None,
+) -> Any:
+    """Shake hands with the server, and return the trainer-side engine of a backend.
 
     Args:
+        client: of the server.
+        source: of the pushes.
         backend: name of the backend.
-        world_size: processes of the server that hold weights.
+        workers: processes of the server that hold weights.
         delta: send changed elements only.
-        keep_unpacked: see ``vllm_plugin``.
-        timeout: seconds of each step.
+        keep_unpacked: see ``vllm_plugin``; ``shm``.
         master_address: host of the trainer, as the server's workers reach it; NCCL.
-        master_port: a free port there; NCCL.
+        master_port: a free port there, None for any; NCCL.
     """
-
-    backend: Backend
-    world_size: int
-    delta: bool
-    keep_unpacked: bool
-    timeout: float
-    master_address: str
-    master_port: int
-
-
-def open_transfer(settings: TransferSettings, client: PushClient, source: PushSource) -> Any:
-    """Shake hands with the server, and return vLLM's trainer-side engine."""
-    if settings.backend == "sparse_nccl":
-        return SparseTransfer(settings, client, source)
-    return WeightTransferTrainerFactory.trainer_init(_init_info(settings), client=client, source=source)
-
-
-def _init_info(settings: TransferSettings) -> Any:
-    if settings.backend == "shm":
+    info: Any
+    if backend == "shm":
         vllm_plugin.register()
-        return SharedMemoryTrainerInitInfo(
-            rank=0,
-            workers=settings.world_size,
-            delta=settings.delta,
-            keep_unpacked=settings.keep_unpacked,
-            timeout=settings.timeout,
+        info = SharedMemoryTrainerInitInfo(
+            rank=0, workers=workers, delta=delta, keep_unpacked=keep_unpacked, timeout=client.timeout
         )
-    if settings.backend == "ipc":
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-
-        return IPCTrainerInitInfo(rank=0)
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-    from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerInitInfo
-
-    kind = NCCLTrainerInitInfo if settings.backend == "nccl" else SparseNCCLTrainerInitInfo
-    return kind(
-        rank=0,
-        master_address=settings.master_address,
-        master_port=settings.master_port,
-        world_size=settings.world_size + 1,
-    )
+    elif backend == "ipc":
+        info = IPCTrainerInitInfo(rank=0)
+    else:
+        kind = NCCLTrainerInitInfo if backend == "nccl" else SparseNCCLTrainerInitInfo
+        port = get_open_port() if master_port is None else master_port
+        info = kind(rank=0, master_address=master_address, master_port=port, world_size=workers + 1)
+    if backend == "sparse_nccl":
+        return SparseTransfer(info, client, source, delta=delta)
+    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
 
 class SparseTransfer:
@@ -148,14 +136,14 @@ class SparseTransfer:
         sent_bytes: bytes that the last push carried.
     """
 
-    def __init__(self, settings: TransferSettings, client: PushClient, source: PushSource) -> None:
+    def __init__(self, info: SparseNCCLTrainerInitInfo, client: PushClient, source: PushSource, *, delta: bool) -> None:
         self._source = source
         self._client = client
-        self._delta = settings.delta
-        self._engine = WeightTransferTrainerFactory.trainer_init(_init_info(settings), client=client)
+        self._delta = delta
+        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client)
         self._served: dict[str, Tensor] | None = None
         for meta in source.metadata():
-            if torch.Size(meta.shape).numel() >= 2**31:
+            if math.prod(meta.shape) >= 2**31:
                 raise ValueError(
                     f"{meta.name} has 2^31 elements or more, which vLLM's sparse transfer cannot index; use "
                     "backend='nccl'."
@@ -165,8 +153,6 @@ class SparseTransfer:
     @torch.no_grad()
     def send_weights(self) -> None:
         """Push; the next one is a full one if this fails."""
-        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseWeightPatch
-
         served, self._served = self._served, None
         now: dict[str, Tensor] = {}
         self.sent_bytes = 0

@@ -98,22 +98,28 @@ def push(client, version, mode="keep"):
     resume(client)
 
 
+async def ask_and_pause(client, engine, prompts):
+    """The tasks of one group per prompt, with the server paused in the middle of all of them."""
+    while True:
+        before = metric(client, "generation_tokens_total")
+        groups = [asyncio.ensure_future(engine.generate(prompt, LONG)) for prompt in prompts]
+        await asyncio.to_thread(wait_until, lambda: metric(client, "generation_tokens_total") > before + 20)  # noqa: B023
+        await asyncio.to_thread(pause, client)
+        if metric(client, "generation_tokens_total") < before + LONG.n * LENGTH:
+            return groups
+        resume(client)  # a busy machine may look too late
+        await asyncio.gather(*groups)
+
+
 def in_the_middle(client, engine, act, prompts=((1, 2, 3),)):
-    """A group per prompt, during the sampling of which ``act()`` is called once."""
+    """A group per prompt; in the middle of their sampling ``act()`` is called once, and ends the server's pause."""
 
     async def ask():
-        begun = metric(client, "generation_tokens_total") + 20
-        groups = [asyncio.ensure_future(engine.generate(prompt, LONG)) for prompt in prompts]
-        await asyncio.to_thread(wait_until, lambda: metric(client, "generation_tokens_total") > begun)
-        in_time = not any(group.done() for group in groups)
-        if in_time:
-            await asyncio.to_thread(act)
-        return in_time, await asyncio.gather(*groups)
+        groups = await ask_and_pause(client, engine, prompts)
+        await asyncio.to_thread(act)
+        return await asyncio.gather(*groups)
 
-    in_time = False
-    while not in_time:  # a busy machine may look too late
-        in_time, groups = asyncio.run(ask())
-    return groups
+    return asyncio.run(ask())
 
 
 def test_log_probs_are_the_models_own_at_the_sampling_temperature(engine, model_directory):
@@ -205,23 +211,21 @@ def test_push_that_aborts_requests_is_followed_by_the_rest_of_them(client, engin
 
 
 def test_cancelled_request_ends_on_the_server(client, engine):
-    before = metric(client, "generation_tokens_total")
-
     async def cancelled():
-        task = asyncio.ensure_future(engine.generate([1], LONG))
-        await asyncio.to_thread(wait_until, lambda: metric(client, "generation_tokens_total") > before + 20)
+        (task,) = await ask_and_pause(client, engine, [[1]])
+        totals = [metric(client, "generation_tokens_total")]
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        totals = []
+        await asyncio.to_thread(resume, client)
         for _ in range(2):  # beside a request that ran on, this one would not be alone
             await engine.generate([1], SamplingParams(max_tokens=100, ignore_eos=True))
             totals.append(metric(client, "generation_tokens_total"))
         return totals
 
-    first, second = asyncio.run(cancelled())
+    at_pause, first, second = asyncio.run(cancelled())
     assert second - first == 100
-    assert second < before + 200 + 3 * LENGTH
+    assert second < at_pause + 200 + LENGTH // 2
 
 
 def test_several_loops_and_engines_sample_at_once(make_engine):
@@ -239,16 +243,16 @@ def test_several_loops_and_engines_sample_at_once(make_engine):
 
 def test_server_that_is_frozen_is_noticed_and_waited_for(server, client, make_engine):
     engine = make_engine(hang_timeout=1.5, poll_interval=0.05)
-    waker = threading.Thread(
-        target=lambda: wait_until(lambda: engine.counters["retries"] == 2) and os.kill(server.pid, signal.SIGCONT)
-    )
 
     def freeze():
         os.kill(server.pid, signal.SIGSTOP)
-        waker.start()
+        try:
+            assert wait_until(lambda: engine.counters["retries"] == 2)
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+            resume(client)
 
     groups = in_the_middle(client, engine, freeze, prompts=[(1,), (2,)])
-    waker.join()
     assert [[len(c.token_ids) for c in group] for group in groups] == [[LENGTH] * 3] * 2
     assert (engine.counters["retries"], engine.counters["recoveries"]) == (2, 1)
 

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import threading
+import urllib.request
 
 import torch
+from engines.fake_vllm import wait_until
 
 from torchrl_asyncgrpo import SamplingParams, TreeActor, TreePacker, make_rollout
 from torchrl_asyncgrpo.data.schema import ENTRY_NODE, ENTRY_SAMPLE_LOG_PROB, NODE_LOG_PROB
@@ -69,6 +71,17 @@ class in_background:  # noqa: N801 - reads as the statement that it is
         self._thread.join()
         if self.failure is not None and kind is None:
             raise self.failure
+
+
+def sampled_tokens(server):
+    """Tokens that a server has sampled so far."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
+
+
+def wait_for_tokens(server, total):
+    assert wait_until(lambda: sampled_tokens(server) >= total)
 
 
 def resident_bytes(pid):

@@ -1,10 +1,8 @@
 """Pushes into a real vLLM server: what arrives, and what running requests see of it."""
 
-import time
-
 import pytest
 import torch
-from push_tools import PROMPT, in_background, own_log_probs, perturb, sample
+from push_tools import PROMPT, in_background, own_log_probs, perturb, sample, sampled_tokens, wait_for_tokens
 from transformers import AutoModelForCausalLM
 
 from torchrl_asyncgrpo import VLLMWeightSyncSender, make_rollout
@@ -54,12 +52,17 @@ def test_old_weights_would_not_pass_for_the_pushed_ones(policy, original, sender
     assert float((own_L - sampled_L).abs().max()) > 0.1
 
 
-def test_a_push_in_the_middle_of_a_request_gives_two_spans_and_the_staleness_of_the_oldest(policy, sender, engine):
+def test_a_push_in_the_middle_of_a_request_gives_two_spans_and_the_staleness_of_the_oldest(
+    policy, sender, engine, server
+):
     sender.update_weights()
     perturb(policy)
+    before = sampled_tokens(server)
     with in_background(lambda: sample(engine, max_tokens=200)) as request:
-        time.sleep(1.0)  # some of its tokens are sampled by now, and far from all
-        assert sender.update_weights() == 2
+        wait_for_tokens(server, before + 5)
+        sender.pause()  # before the push is made ready, which takes some machines longer than the other 195 tokens
+        sender.send_weights(sender.named_weights())
+        sender.resume(2)
     (completion,) = request.result
     versions = completion.policy_versions
     assert len(versions) == 200

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from fakes import tiny_qwen3
-from push_tools import in_background, own_log_probs, perturb, resident_bytes, sample
+from push_tools import in_background, own_log_probs, perturb, resident_bytes, sample, sampled_tokens, wait_for_tokens
 
 from torchrl_asyncgrpo import VLLMWeightSyncSender
 from torchrl_asyncgrpo.engines.vllm_http import ServerFailed
@@ -177,8 +177,9 @@ def test_the_verbs_by_hand_make_a_push(policy, sender, engine, http):
 def test_other_ways_to_pause_lose_no_request(mode, policy, server, engine, http):
     sender = VLLMWeightSyncSender(policy, server.url, pause_mode=mode, clear_cache=False)
     sender.update_weights()
+    before = sampled_tokens(server)
     with in_background(lambda: sample(engine, n=2, max_tokens=60)) as request:
-        time.sleep(0.5)
+        wait_for_tokens(server, before + 5)
         sender.update_weights()
     assert [len(c.token_ids) for c in request.result] == [60, 60]
     sender.destroy()

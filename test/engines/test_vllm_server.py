@@ -1,5 +1,6 @@
 """The launcher, on a real vLLM server of a tiny model, and on a stand-in where only flags, log or process count."""
 
+import functools
 import io
 import json
 import os
@@ -177,7 +178,10 @@ def test_too_slow_a_start_leaves_nothing(model_dir, monkeypatch):
 def command_line(model_dir, log_file):
     command = [sys.executable, "-m", "torchrl_asyncgrpo.engines.vllm_server", "--model", str(model_dir)]
     command += ["--max-model-len", "64", "--log-file", str(log_file), "--", "--max-num-seqs", "4"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a test run that a shell put into the background ignores Ctrl-C, and so would its children
+    heeds_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, preexec_fn=heeds_ctrl_c)
 
 
 @pytest.mark.vllm

@@ -59,6 +59,38 @@ def test_oldest_version_of_an_untrained_rollout_is_over_all_tokens():
 
 
 @pytest.mark.parametrize(
+    ("mask", "advantage", "expected"),
+    [
+        ([0, 1, 1, 0, 1], 2.5, 2.5),
+        ([0, 1, 1, 0, 1], [9, 1.5, -2, 9, 3], [9.0, 1.5, -2.0, 9.0, 3.0]),  # one per token
+        ([0, 1, 1, 0, 1], [1.5, -2], [0.0, 1.5, 1.5, 0.0, -2.0]),  # one per turn
+        ([0, 0, 1, 1, 1], [4], [0.0, 0.0, 4.0, 4.0, 4.0]),
+        ([0, 1, 0, 1, 0], [1, 2], [0.0, 1.0, 0.0, 2.0, 0.0]),
+        ([0, 0, 0], [], [0.0, 0.0, 0.0]),
+        ([0], [7], [7.0]),
+        ([0], [], [0.0]),
+    ],
+)
+def test_advantage_is_one_number_or_one_per_token_or_per_turn(mask, advantage, expected):
+    row = make_rollout(range(len(mask)), mask, [-1.0] * len(mask), group_id=0, advantage=advantage)
+    assert row["advantage"].dtype == torch.float32
+    assert row["advantage"].tolist() == expected
+
+
+def test_advantage_of_a_tensor_is_a_copy():
+    given = torch.tensor([0.0, 1.0, 2.0])
+    row = make_rollout([1, 2, 3], MASK, LOG_PROB, group_id=0, advantage=given)
+    given += 1
+    assert row["advantage"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("advantage", [[1.0, 2.0], [], [1.0] * 4, [[1.0, 2.0, 3.0]]])
+def test_advantage_of_another_length_is_refused_with_those_that_fit(advantage):
+    with pytest.raises(ValueError, match=r"advantage has shape .*per token \[3\].*per turn \[1\].*1 runs of trained"):
+        make_rollout([1, 2, 3], MASK, LOG_PROB, group_id=0, advantage=advantage)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"token_ids": []}, r"token_ids has shape \(0,\)"),

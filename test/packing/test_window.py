@@ -55,6 +55,44 @@ def test_log_probs_and_reference_are_those_of_the_trained_tokens():
     assert window.sample_log_prob.dtype == np.float32
 
 
+def test_versions_and_proximal_log_probs_are_those_of_the_trained_tokens():
+    rows = [rollout([1, 2, 3, 4], [1, 3], policy_version=[9, 5, 9, 3]), rollout([1, 2, 3], [2], policy_version=4)]
+    for row, proximal in zip(rows, ([9, -1, 9, -2], [torch.nan, 9, -3]), strict=True):
+        row["proximal_log_prob"] = torch.tensor(proximal, dtype=torch.float64)
+    window = read_window(rows)
+    assert window.entry_version.tolist() == [4, 5, 3]
+    assert window.policy_version.tolist() == [4, 3]
+    assert window.proximal_log_prob.tolist() == [-3, -1, -2]
+    assert window.proximal_log_prob.dtype == np.float32
+    assert read_window([rollout([1, 2], [1])]).proximal_log_prob is None
+
+
+def test_advantages_that_vary_in_one_rollout_are_given_for_every_entry_of_the_window():
+    window = read_window(
+        [rollout([1, 2, 3], [1, 2], advantage=[9, 1.5, -0.5]), rollout([1, 3, 3], [1, 2], advantage=2)]
+    )
+    assert window.entry_advantage.tolist() == [1.5, -0.5, 2, 2]
+    assert window.advantage.tolist() == [0.5, 2]
+    assert window.advantage.dtype == window.entry_advantage.dtype == np.float32
+
+
+@pytest.mark.parametrize("advantage", [1.5, [9, 1.5, torch.nan, 1.5], [1.5, 1.5]])
+def test_advantages_that_are_constant_within_each_rollout_are_those_of_the_rollouts(advantage):
+    """However they were given, so that objectives that judge rollouts take them."""
+    window = read_window([rollout([1, 2, 3, 4], [1, 3], advantage=advantage), rollout([2, 2], [1], advantage=-1)])
+    assert window.entry_advantage is None
+    assert window.advantage.tolist() == [1.5, -1]
+
+
+def test_rollouts_that_differ_in_advantages_alone_have_one_order():
+    rows = [
+        rollout([1, 2, 3], [1, 2], advantage=advantage) for advantage in (1.0, [0, 1, 2], [0, 2, 1], 1.5, [5, 1, 2])
+    ]
+    orders = [read_window([rows[i] for i in order]) for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 0, 3, 4, 1))]
+    assert len({tuple(w.entry_advantage.tolist()) for w in orders}) == 1
+    assert len({tuple(w.advantage.tolist()) for w in orders}) == 1
+
+
 def test_any_container_of_rollouts_is_read():
     rows = [rollout([1, 2], [1], rollout_id=1), rollout([1, 3], [1], rollout_id=2)]
     for rollouts in (rows, tuple(rows), iter(rows), lazy_stack(rows), torch.stack(rows)):
@@ -108,7 +146,15 @@ def masked(count, token_ids):
         ([changed("sample_log_prob", torch.tensor([0.0, torch.nan]))], r"sample_log_prob\[1\].*nan"),
         ([changed("sample_log_prob", torch.tensor([0.0, -torch.inf]))], r"sample_log_prob\[1\].*-inf"),
         ([changed("ref_log_prob", torch.tensor([0.0, torch.nan]))], r"ref_log_prob\[1\].*nan"),
-        ([changed("advantage", torch.tensor(torch.nan))], "advantage nan"),
+        ([changed("advantage", torch.tensor(torch.nan))], "advantage nan.*mask the tokens"),
+        ([changed("advantage", torch.tensor(torch.inf))], "advantage inf"),
+        ([changed("advantage", torch.tensor([0.0, torch.nan]))], "rollout 0 .*advantage nan"),
+        ([rollout([0, 1], [1]), changed("advantage", torch.tensor([0.0, -torch.inf]))], "rollout 0 .*advantage -inf"),
+        ([changed("advantage", torch.tensor([1.0, 2.0, 3.0]))], r"advantage of shape \(3,\).*one value, or one per"),
+        ([changed("advantage", torch.tensor([1.0]))], r"advantage of shape \(1,\)"),
+        ([changed("proximal_log_prob", torch.tensor([0.0, torch.nan]))], r"proximal_log_prob\[1\].*nan"),
+        ([changed("proximal_log_prob", torch.zeros(2)), rollout([1, 2], [1])], "no 'proximal_log_prob'.*to none"),
+        ([changed("proximal_log_prob", torch.zeros(3))], r"proximal_log_prob of shape \(3,\)"),
         ([changed("ref_log_prob", torch.zeros(2)), rollout([1, 2], [1])], "no 'ref_log_prob'"),
         ([changed("kept_count", torch.tensor([0, 1]))], "rollout 0 .*without 'kept_token_ids'.*make_rollout"),
         ([changed("kept_token_ids", torch.tensor([2]))], "rollout 0 .*without 'kept_count'"),
@@ -127,6 +173,9 @@ def test_bad_rollouts_are_refused_by_name(rollouts, message):
         read_window(rollouts)
 
 
-def test_what_is_wrong_in_an_untrained_rollout_or_token_is_ignored():
-    unscored = rollout([1, 2], []).set("advantage", torch.tensor(torch.nan))
+@pytest.mark.parametrize("advantage", [torch.tensor(torch.nan), torch.tensor([torch.nan, torch.inf])])
+def test_what_is_wrong_in_an_untrained_rollout_or_token_is_ignored(advantage):
+    unscored = rollout([1, 2], []).set("advantage", advantage)
     assert read_window([unscored, rollout([3, 4, 5], [2])]).advantage.tolist() == [0.0]
+    token = rollout([3, 4, 5], [2], advantage=[torch.nan, torch.inf, 0.5])
+    assert read_window([unscored, token]).advantage.tolist() == [0.5]

@@ -25,6 +25,8 @@ ADVANTAGE = "advantage"
 GROUP_ID = "group_id"
 ROLLOUT_ID = "rollout_id"
 REF_LOG_PROB = "ref_log_prob"
+PROXIMAL_LOG_PROB = "proximal_log_prob"
+GROUP_ADVANTAGE = "group_advantage"  # what batch_normalised started from
 KEPT_TOKEN_IDS = "kept_token_ids"
 KEPT_COUNT = "kept_count"
 
@@ -35,10 +37,14 @@ NODE_PARENT = ("node", "parent")
 NODE_SUBTREE_END = ("node", "subtree_end")
 NODE_LOG_PROB = ("node", "log_prob")
 NODE_ENTROPY = ("node", "entropy")
+NODE_ROUTER_LOGITS = ("node", "router_logits")
 ENTRY_NODE = ("entry", "node")
 ENTRY_ROLLOUT = ("entry", "rollout")
 ENTRY_SAMPLE_LOG_PROB = ("entry", "sample_log_prob")
 ENTRY_REF_LOG_PROB = ("entry", "ref_log_prob")
+ENTRY_PROXIMAL_LOG_PROB = ("entry", "proximal_log_prob")
+ENTRY_POLICY_VERSION = ("entry", "policy_version")
+ENTRY_ADVANTAGE = ("entry", "advantage")
 ENTRY_LOG_KEPT = ("entry", "log_kept")
 KEPT_TOKEN = ("kept", "token")
 KEPT_ENTRY = ("kept", "entry")
@@ -61,7 +67,7 @@ def make_rollout(
     *,
     group_id: int,
     reward: float = 0.0,
-    advantage: float = 0.0,
+    advantage: Any = 0.0,
     policy_version: Any = 0,
     rollout_id: int | None = None,
     ref_log_prob: Any = None,
@@ -78,7 +84,8 @@ def make_rollout(
             be NaN, where the mask is False; finite and <= 0 where it is True.
         group_id: identity of the draw of the prompt; rollouts of one draw share it.
         reward: raw reward of the rollout.
-        advantage: advantage within the group, shared by every trained token.
+        advantage: one float, shared by every trained token; [N] floats, one per token, ignored where the
+            mask is False; or one per turn, a turn being a run of tokens whose mask is True.
         policy_version: [N] integers, or one integer for all tokens: the version of the weights that
             sampled the token. Ignored where the mask is False.
         rollout_id: identity of the rollout; by default the next one of this process.
@@ -93,7 +100,7 @@ def make_rollout(
     Raises:
         ValueError: if the shapes differ, a trained first token is given, a trained token has a
             log-prob that is not finite or is positive or is not in its own kept set, or a kept set
-            names an id twice or a negative one.
+            names an id twice or a negative one; or if ``advantage`` is of another length.
     """
     token_ids_N = torch.as_tensor(token_ids, dtype=torch.int64)
     loss_mask_N = torch.as_tensor(loss_mask, dtype=torch.bool)
@@ -136,13 +143,31 @@ def make_rollout(
         {
             TOKEN_IDS: token_ids_N,
             REWARD: torch.tensor(float(reward)),
-            ADVANTAGE: torch.tensor(float(advantage)),
+            ADVANTAGE: _advantage(advantage, loss_mask_N),
             GROUP_ID: torch.tensor(int(group_id)),
             ROLLOUT_ID: torch.tensor(next(_next_rollout_id) if rollout_id is None else int(rollout_id)),
             **rows,
         },
         batch_size=[],
     )
+
+
+def _advantage(advantage: Any, loss_mask_N: Tensor) -> Tensor:
+    """An advantage of a rollout, its turns or its tokens as [] or [N]."""
+    advantage = torch.as_tensor(advantage, dtype=torch.float32)
+    if advantage.ndim == 0 or advantage.shape == loss_mask_N.shape:
+        return advantage.clone()
+    # the first token is not trained, so that a turn begins where the mask rises, and there are fewer turns than tokens
+    turn_N = (loss_mask_N[1:] & ~loss_mask_N[:-1]).cumsum(0)
+    turns = int(turn_N[-1]) if len(turn_N) else 0
+    if advantage.shape != (turns,):
+        raise ValueError(
+            f"advantage has shape {tuple(advantage.shape)}; give one number, one per token [{len(loss_mask_N)}], or "
+            f"one per turn [{turns}]: the loss_mask has {turns} runs of trained tokens."
+        )
+    per_token_N = torch.zeros(loss_mask_N.shape)
+    per_token_N[loss_mask_N] = advantage[turn_N[loss_mask_N[1:]] - 1]
+    return per_token_N
 
 
 def _kept_sets(
@@ -219,12 +244,16 @@ class TreeBatch(TypedTensorDict):
     table      size      keys
     ========== ========= ============================================================================
     node       [T]       ``input_ids``, ``position_ids`` (depth), ``parent`` (-1 at a root),
-                         ``subtree_end`` int64; the actor adds ``log_prob``, ``entropy`` float
-    entry      [L]       ``node``, ``rollout`` int64; ``sample_log_prob``, optional ``ref_log_prob``
-                         float32, nats; the actor adds ``log_kept`` float where there is ``kept``
+                         ``subtree_end`` int64; the actor adds ``log_prob``, ``entropy`` float, and
+                         ``router_logits`` where it is asked for
+    entry      [L]       ``node``, ``rollout``, ``policy_version`` int64; ``sample_log_prob``, optional
+                         ``ref_log_prob`` and ``proximal_log_prob`` float32, nats; ``advantage`` float32
+                         where it varies within a rollout of the window; the actor adds ``log_kept``
+                         float where there is ``kept``
     kept       [K]       ``token``, ``entry`` int64: the tokens that the sampler kept for an entry; an
                          entry without any was drawn from the whole vocabulary
-    rollout    [S]       ``advantage`` float32; ``policy_version`` (oldest trained token), ``length``
+    rollout    [S]       ``advantage`` float32, the mean over its trained tokens where it varies;
+                         ``policy_version`` (oldest trained token), ``length``
                          (trained tokens) int64; the packers add ``leaf`` (the node its path ends
                          at), ``rollout_id``, ``group_id`` int64
     window     []        ``num_entries``, ``num_rollouts`` int64: totals of the whole window

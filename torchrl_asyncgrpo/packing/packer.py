@@ -12,7 +12,10 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_asyncgrpo.data.schema import (
+    ENTRY_ADVANTAGE,
     ENTRY_NODE,
+    ENTRY_POLICY_VERSION,
+    ENTRY_PROXIMAL_LOG_PROB,
     ENTRY_REF_LOG_PROB,
     ENTRY_ROLLOUT,
     ENTRY_SAMPLE_LOG_PROB,
@@ -158,6 +161,7 @@ def _batch(window: Window, shared_S: Ints, start: int, stop: int) -> TreeBatch:
         NODE_SUBTREE_END: trie.subtree_end,
         ENTRY_NODE: trie.entry_node,
         ENTRY_ROLLOUT: trie.entry_row,
+        ENTRY_POLICY_VERSION: window.entry_version[entries],
         ENTRY_SAMPLE_LOG_PROB: window.sample_log_prob[entries],
         ROLLOUT_ADVANTAGE: window.advantage[rollouts],
         ROLLOUT_POLICY_VERSION: window.policy_version[rollouts],
@@ -168,8 +172,12 @@ def _batch(window: Window, shared_S: Ints, start: int, stop: int) -> TreeBatch:
         WINDOW_NUM_ENTRIES: np.array(len(window.entry_depth)),
         WINDOW_NUM_ROLLOUTS: np.array(len(window.rows)),
     }
-    if window.ref_log_prob is not None:
-        columns[ENTRY_REF_LOG_PROB] = window.ref_log_prob[entries]
+    optional = {
+        ENTRY_REF_LOG_PROB: window.ref_log_prob,
+        ENTRY_PROXIMAL_LOG_PROB: window.proximal_log_prob,
+        ENTRY_ADVANTAGE: window.entry_advantage,
+    }
+    columns |= {key: column[entries] for key, column in optional.items() if column is not None}
     sizes = {"node": [len(trie.parent)], "entry": [len(trie.entry_row)], "rollout": [size], "window": []}
     if window.kept_bounds is not None and window.kept_token is not None:
         bounds = window.kept_bounds[entries.start : entries.stop + 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torchrl_asyncgrpo.data.schema import (
     KEPT_TOKEN_IDS,
     LOSS_MASK,
     POLICY_VERSION,
+    PROXIMAL_LOG_PROB,
     REF_LOG_PROB,
     ROLLOUT_ID,
     SAMPLE_LOG_PROB,
@@ -38,6 +39,7 @@ _PER_TOKEN = {
     SAMPLE_LOG_PROB: torch.float32,
     POLICY_VERSION: torch.int64,
 }
+_OPTIONAL_LOG_PROBS = (REF_LOG_PROB, PROXIMAL_LOG_PROB)
 _KEPT = {KEPT_TOKEN_IDS: torch.int64, KEPT_COUNT: torch.int64}
 _PER_ROLLOUT = {ADVANTAGE: torch.float32, ROLLOUT_ID: torch.int64, GROUP_ID: torch.int64}
 
@@ -55,11 +57,14 @@ class Window:
         entry_depth: [L] int64, position of the trained token in its rollout.
         sample_log_prob: [L] float32.
         ref_log_prob: [L] float32, or None where no rollout has it.
+        proximal_log_prob: [L] float32, or None where no rollout has it.
+        entry_version: [L] int64, policy version that sampled the token.
+        entry_advantage: [L] float32, or None where no rollout of the window has several advantages.
         kept_bounds: [L + 1] int64; the sampler kept ``kept_bounds[e] .. kept_bounds[e + 1] - 1`` for entry ``e``, none
             where it drew from the whole vocabulary; or None where it did so for every entry.
         kept_token: [K] int64, or None with ``kept_bounds``.
         policy_version: [S] int64, of the oldest trained token.
-        advantage: [S] float32.
+        advantage: [S] float32, mean over the trained tokens.
         rollout_id: [S] int64.
         group_id: [S] int64.
         first_token: the smallest first token, kept or not.
@@ -70,6 +75,9 @@ class Window:
     entry_depth: Array
     sample_log_prob: Array
     ref_log_prob: Array | None
+    proximal_log_prob: Array | None
+    entry_version: Array
+    entry_advantage: Array | None
     kept_bounds: Array | None
     kept_token: Array | None
     policy_version: Array
@@ -117,15 +125,13 @@ def read_window(rollouts: TensorDictBase | Iterable[TensorDictBase]) -> Window:
 
 def _checked_keys(items: list[dict[str, Tensor]]) -> list[str]:
     """The per-token keys of the window, after a check that every rollout has all keys, each of the right shape."""
-    keys = [*_PER_TOKEN]
-    if any(REF_LOG_PROB in item for item in items):
-        keys.append(REF_LOG_PROB)
+    keys = [*_PER_TOKEN, *(key for key in _OPTIONAL_LOG_PROBS if any(key in item for item in items))]
     for item in items:
         missing = [key for key in (*keys, *_PER_ROLLOUT) if key not in item]
         if missing:
             raise ValueError(
                 f"a rollout has no {missing[0]!r}, only {sorted(item)}; build rollouts with make_rollout, "
-                f"and give {REF_LOG_PROB} to every rollout of a window or to none."
+                f"and give {' and '.join(_OPTIONAL_LOG_PROBS)} to every rollout of a window or to none."
             )
         shape = item[TOKEN_IDS].shape
         if len(shape) != 1 or not shape[0]:
@@ -136,6 +142,11 @@ def _checked_keys(items: list[dict[str, Tensor]]) -> list[str]:
                     f"rollout {_id(item)} has {key} of shape {tuple(item[key].shape)} and {TOKEN_IDS} of "
                     f"{tuple(shape)}; give one value per token."
                 )
+        if item[ADVANTAGE].ndim and item[ADVANTAGE].shape != shape:
+            raise ValueError(
+                f"rollout {_id(item)} has {ADVANTAGE} of shape {tuple(item[ADVANTAGE].shape)} and {TOKEN_IDS} of "
+                f"{tuple(shape)}; give one value, or one per token."
+            )
         if any(key in item for key in _KEPT):
             _check_kept_columns(item)
     return keys
@@ -161,7 +172,7 @@ def _column(items: list[dict[str, Tensor]], key: str) -> Array:
     """A per-token column [M] of the rollouts one behind the other, or a per-rollout column [R]."""
     tensors = [item[key] for item in items]
     if key in _PER_ROLLOUT:
-        return torch.stack(tensors).detach().to("cpu", _PER_ROLLOUT[key]).numpy().reshape(len(items))
+        return torch.stack(tensors).detach().to("cpu", _PER_ROLLOUT[key]).numpy()
     return torch.cat(tensors).detach().to("cpu", (_PER_TOKEN | _KEPT).get(key, torch.float32)).numpy()
 
 
@@ -210,7 +221,7 @@ def _entries(items: list[dict[str, Tensor]], keys: list[str]) -> dict[str, Any]:
     depth_L = np.flatnonzero(mask_M)
     bounds_S = np.append(np.searchsorted(depth_L, start_S), len(depth_L))
     depth_L -= np.repeat(start_S, np.diff(bounds_S))
-    log_probs = {key: _column(items, key)[mask_M] for key in (SAMPLE_LOG_PROB, REF_LOG_PROB) if key in keys}
+    log_probs = {key: _column(items, key)[mask_M] for key in (SAMPLE_LOG_PROB, *_OPTIONAL_LOG_PROBS) if key in keys}
     for key, log_prob_L in log_probs.items():
         if not (finite_L := np.isfinite(log_prob_L)).all():
             at = int(finite_L.argmin())
@@ -219,24 +230,47 @@ def _entries(items: list[dict[str, Tensor]], keys: list[str]) -> dict[str, Any]:
                 f"rollout {_id(item)}: {key}[{depth_L[at]}] of a trained token is {log_prob_L[at]}; mask a token "
                 "without a log-prob out of the loss."
             )
-    advantage_S = _column(items, ADVANTAGE)
-    if not (finite_S := np.isfinite(advantage_S)).all():
-        r = int(finite_S.argmin())
-        raise ValueError(
-            f"rollout {_id(items[r])} has trained tokens and advantage {advantage_S[r]}; mask the tokens of a rollout "
-            "that was not scored out of the loss."
-        )
+    version_L = _column(items, POLICY_VERSION)[mask_M]
     return {
         **_kept_sets(items, mask_M, bounds_S),
+        **_advantages(items, mask_M, bounds_S),
         "entry_bounds": bounds_S,
         "entry_depth": depth_L,
         "sample_log_prob": log_probs[SAMPLE_LOG_PROB],
         "ref_log_prob": log_probs.get(REF_LOG_PROB),
-        "policy_version": np.minimum.reduceat(_column(items, POLICY_VERSION)[mask_M], bounds_S[:-1]),
-        "advantage": advantage_S,
+        "proximal_log_prob": log_probs.get(PROXIMAL_LOG_PROB),
+        "entry_version": version_L,
+        "policy_version": np.minimum.reduceat(version_L, bounds_S[:-1]),
         "rollout_id": _column(items, ROLLOUT_ID),
         "group_id": _column(items, GROUP_ID),
     }
+
+
+def _advantages(items: list[dict[str, Tensor]], mask_M: Array, bounds_S: Array) -> dict[str, Array | None]:
+    """Advantages of the rollouts, and those of their entries where they vary within a rollout."""
+    if not any(item[ADVANTAGE].ndim for item in items):
+        advantage_S = _column(items, ADVANTAGE)
+        if not (finite_S := np.isfinite(advantage_S)).all():
+            _refuse_advantage(items[int(finite_S.argmin())], advantage_S[finite_S.argmin()])
+        return {"advantage": advantage_S, "entry_advantage": None}
+    advantage_M = torch.cat([item[ADVANTAGE].expand(item[TOKEN_IDS].shape) for item in items])
+    advantage_L = advantage_M.detach().to("cpu", torch.float32).numpy()[mask_M]
+    if not (finite_L := np.isfinite(advantage_L)).all():
+        at = int(finite_L.argmin())
+        _refuse_advantage(items[int(np.searchsorted(bounds_S, at, side="right")) - 1], advantage_L[at])
+    first_S = advantage_L[bounds_S[:-1]]
+    length_S = np.diff(bounds_S)
+    if (advantage_L == np.repeat(first_S, length_S)).all():
+        return {"advantage": first_S, "entry_advantage": None}
+    mean_S = np.add.reduceat(advantage_L.astype(np.float64), bounds_S[:-1]) / length_S
+    return {"advantage": mean_S.astype(np.float32), "entry_advantage": advantage_L}
+
+
+def _refuse_advantage(item: dict[str, Tensor], advantage: float) -> NoReturn:
+    raise ValueError(
+        f"rollout {_id(item)} has trained tokens and advantage {advantage}; mask the tokens of a rollout that was not "
+        "scored out of the loss."
+    )
 
 
 def _kept_sets(items: list[dict[str, Tensor]], mask_M: Array, bounds_S: Array) -> dict[str, Array | None]:
@@ -271,6 +305,9 @@ def _no_entries(keys: list[str]) -> dict[str, Any]:
         "entry_depth": none,
         "sample_log_prob": log_prob,
         "ref_log_prob": log_prob if REF_LOG_PROB in keys else None,
+        "proximal_log_prob": log_prob if PROXIMAL_LOG_PROB in keys else None,
+        "entry_version": none,
+        "entry_advantage": None,
         "kept_bounds": None,
         "kept_token": None,
         "policy_version": none,

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from fakes import VOCABULARY, tiny_gpt2, tiny_qwen3
+from fakes import VOCABULARY, tiny_gpt2, tiny_moe, tiny_qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
 
-from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout
+from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout, unpack
 
 SMALL = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -177,3 +177,43 @@ def test_bad_arguments(options, message):
 def test_plain_module_is_a_type_error():
     with pytest.raises(TypeError, match="Linear.*AutoModelForCausalLM"):
         TreeActor(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dense", [[], [0]], ids=["all", "some"])
+def test_router_logits_are_those_of_each_rollout_alone(dense):
+    """A layer without experts has none."""
+    plain = tiny_moe(num_experts=6, mlp_only_layers=dense)
+    actor = TreeActor(copy.deepcopy(plain), router_logits=True)
+    rows = rollouts()
+    (batch,) = TreePacker()(rows)
+    assert ("node", "router_logits") in actor.out_keys
+    out = actor(batch)
+    assert out["node", "router_logits"].shape == (batch.num_nodes, 2 - len(dense), 6)
+    for ours, i in zip(unpack(out, ("node", "router_logits")), batch["rollout", "rollout_id"].tolist(), strict=True):
+        alone = plain(input_ids=rows[i]["token_ids"][None], output_router_logits=True).router_logits
+        torch.testing.assert_close(ours, torch.stack(alone, 1)[: len(ours)], rtol=1e-4, atol=1e-5)
+
+
+def test_router_logits_are_not_written_unless_asked_for():
+    actor = TreeActor(tiny_moe())
+    assert ("node", "router_logits") not in actor.out_keys
+    assert "router_logits" not in actor(TreePacker()(rollouts())[0])["node"].keys()
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_qwen3, tiny_gpt2, lambda: tiny_moe(mlp_only_layers=[0, 1])], ids=["qwen3", "gpt2", "experts-nowhere"]
+)
+def test_router_logits_of_a_model_without_routers_are_refused_at_construction(make):
+    model = make().train()
+    with pytest.raises(
+        ValueError, match=f"router_logits=True and {type(model).__name__}.*no router.*Qwen3-MoE, Mixtral"
+    ):
+        TreeActor(model, router_logits=True)
+    assert all(module.training for module in model.modules())
+
+
+def test_router_logits_that_do_not_stack_are_refused_at_construction():
+    model = tiny_moe()
+    model.model.layers[1].mlp.gate.register_forward_hook(lambda module, args, output: (output[0][:, :2], *output[1:]))
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 4\), \(2, 2\)\].*TreeActor.hidden_states"):
+        TreeActor(model, router_logits=True)

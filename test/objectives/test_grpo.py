@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict.nn import TensorDictModuleBase
 
-from torchrl_asyncgrpo import FlatPacker, GRPOLoss, TreeActor, TreePacker, make_rollout
+from torchrl_asyncgrpo import FlatPacker, GRPOLoss, PolicyLoss, TreeActor, TreePacker, make_rollout
 from torchrl_asyncgrpo.objectives.functional import reduce_window
 
 NAN = math.nan
@@ -77,6 +77,15 @@ def test_window_without_trained_tokens_is_zero_with_a_gradient_function():
     assert output["loss_objective"].item() == 0
     (output["loss_objective"] + output["loss_entropy"]).backward()
     assert all(torch.isfinite(value).all() for value in output.values())
+
+
+def test_the_ratio_is_to_what_the_sampler_recorded():
+    """L10."""
+    _, (grad,), metrics = gradient(
+        GRPOLoss(TableActor([0.0, -0.5]), clip_epsilon=(0.2, 1.0)), TreePacker()([row([1], [-1.0])])
+    )
+    assert metrics["ratio"].item() == pytest.approx(1.6487, abs=5e-5)
+    assert grad[1].item() == pytest.approx(-1.6487, abs=5e-5)
 
 
 def test_one_trained_token_works_like_any_other():
@@ -181,9 +190,9 @@ def test_loss_equals_loops_over_rollouts():
 
 
 def test_policy_term_is_the_whole_of_another_loss():
-    class Reinforce(GRPOLoss):
-        def policy_term(self, log_prob_L, sample_log_prob_L, advantage_L, rollout_L):
-            return -log_prob_L * advantage_L
+    class Reinforce(PolicyLoss):
+        def policy_term(self, entries):
+            return -entries.log_prob_L * entries.advantage_L
 
     loss = Reinforce(TableActor([0.0, -0.5, -2.0]))
     value, (grad,), _ = gradient(loss, TreePacker()([row([1, 2], [-1.0, -1.0], advantage=3.0)]))

@@ -187,15 +187,21 @@ def test_the_key_of_the_kept_mass_can_be_changed():
     batch = one_row(sampling_mask=[None, [1, 2]])
     batch["entry", "my_mass"] = torch.tensor([-0.25])
     assert loss(batch)["ratio"].item() == pytest.approx(math.exp(0.25))
+    del batch["entry", "my_mass"]
+    loss.set_keys(kept_entry=("kept", "my_entry"))
+    assert loss(batch)["ratio"].item() == 1, "no such key, nothing was cut"
+    batch["kept", "my_entry"] = batch["kept", "entry"]
+    with pytest.raises(KeyError, match="my_entry.*my_mass"):
+        loss(batch)
 
 
 def test_policy_term_gets_the_log_prob_within_the_kept_set():
     seen = []
 
     class Recorded(GRPOLoss):
-        def policy_term(self, log_prob_L, sample_log_prob_L, advantage_L, rollout_L):
-            seen.append(log_prob_L.tolist())
-            return super().policy_term(log_prob_L, sample_log_prob_L, advantage_L, rollout_L)
+        def policy_term(self, entries):
+            seen.append(entries.log_prob_L.tolist())
+            return super().policy_term(entries)
 
     batch = one_row(sampling_mask=[None, [1]])
     Recorded(TreeActor(tiny_qwen3()))(batch)

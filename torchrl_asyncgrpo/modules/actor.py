@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -34,11 +37,14 @@ class TreeActor(TensorDictModuleBase):
         temperature: sampling temperature of the log-probs and entropies, > 0; the engine's must be the same.
         attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; ``"auto"`` picks by device.
         chunk_size: predicting positions per chunk of logits, >= 1; by default what fits 32 MB (CPU) or 1 GB.
+        router_logits: write ``node.router_logits``, [T, layers, experts], of a mixture of experts, for the
+            load-balancing loss.
 
     Raises:
         TypeError: if ``model`` is not a transformers model.
         ValueError: if temperature or chunk size is out of range, if the backend cannot honour a feature of the
-            model, or if the model's head is more than a linear map with scale and softcap.
+            model, if the model's head is more than a linear map with scale and softcap, or if router logits are asked
+            of a model that has none.
 
     Example:
         >>> actor = TreeActor(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
@@ -53,6 +59,7 @@ class TreeActor(TensorDictModuleBase):
         temperature: float = 1.0,
         attention: str = "auto",
         chunk_size: int | None = None,
+        router_logits: bool = False,
     ) -> None:
         super().__init__()
         if not temperature > 0:
@@ -64,6 +71,7 @@ class TreeActor(TensorDictModuleBase):
             raise ValueError(f"chunk_size={chunk_size}; it counts positions per chunk of logits and must be >= 1.")
         self.temperature = temperature
         self.chunk_size = chunk_size
+        self.router_logits = router_logits
         self.in_keys = [
             schema.NODE_INPUT_IDS,
             schema.NODE_POSITION_IDS,
@@ -72,6 +80,7 @@ class TreeActor(TensorDictModuleBase):
             schema.ENTRY_NODE,
         ]
         self.out_keys = [schema.NODE_LOG_PROB, schema.NODE_ENTROPY]
+        self.out_keys += [schema.NODE_ROUTER_LOGITS] if router_logits else []
         self.model = self.prepare(model, attention)
 
     def prepare(self, model: PreTrainedModel, attention: str) -> PreTrainedModel:
@@ -92,6 +101,8 @@ class TreeActor(TensorDictModuleBase):
             )
         self.attention = install(model, attention)
         self.transform = head_transform(model, self.temperature)
+        if self.router_logits and model.device.type != "meta":
+            _check_routers(model)
         use_onednn(model)
         return model
 
@@ -155,11 +166,16 @@ class TreeActor(TensorDictModuleBase):
         return torch.searchsorted(parent_P, tensordict[schema.NODE_PARENT][node_K]), token_K
 
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
-        """Final hidden states of all nodes, [T, D], as the head reads them."""
+        """Final hidden states of all nodes, [T, D], as the head reads them; writes ``node.router_logits`` if asked."""
         layout = TreeLayout(
             tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END], tensordict[schema.NODE_PARENT]
         )
-        output = self.model.base_model(input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs())
+        options = {"output_router_logits": True} if self.router_logits else {}
+        output = self.model.base_model(
+            input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs(), **options
+        )
+        if self.router_logits:
+            tensordict[schema.NODE_ROUTER_LOGITS] = torch.stack(output.router_logits, 1)
         return output.last_hidden_state[0]
 
 
@@ -203,14 +219,9 @@ def head_transform(model: PreTrainedModel, temperature: float) -> HeadTransform:
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, head: nn.Linear, transform: HeadTransform) -> None:
     probe = torch.arange(2, device=head.weight.device)[None]
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
+    with _evaluating(model):
         expected_CV = model(input_ids=probe, use_cache=False).logits[0].double() / transform.temperature
         hidden_CD = model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0]
-    finally:
-        for module, mode in training.items():
-            module.training = mode
     logits_CV = transform.logits_(head(hidden_CD).double())
     spread = float(expected_CV.abs().max())
     if not torch.allclose(logits_CV, expected_CV, rtol=0.02, atol=0.02 * spread):
@@ -218,3 +229,36 @@ def _check_head(model: PreTrainedModel, head: nn.Linear, transform: HeadTransfor
             f"{type(model).__name__} computes its logits from more than hidden states, a linear head, logit scale and "
             "softcap: its own logits differ. Override TreeActor.prepare and forward for this model."
         )
+
+
+@torch.no_grad()
+def _check_routers(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` unless the model reports one row of router logits per token and layer of experts."""
+    probe = torch.arange(2, device=model.device)[None]
+    with _evaluating(model):
+        output = model.base_model(input_ids=probe, use_cache=False, output_router_logits=True)
+    shapes = [tuple(logits.shape) for logits in output.get("router_logits") or ()]
+    if not shapes:
+        raise ValueError(
+            f"router_logits=True and {type(model).__name__} has no router whose logits transformers reports; the "
+            "load-balancing loss is for mixtures of experts (Qwen3-MoE, Mixtral): leave router_logits and "
+            "load_balance_coeff out for this model."
+        )
+    if len(set(shapes)) > 1 or shapes[0] != (2, shapes[0][-1]):
+        raise ValueError(
+            f"router_logits=True and {type(model).__name__} reports router logits of shapes {shapes} for two tokens; "
+            "node.router_logits takes [tokens, experts] of every layer, one number of experts. Override "
+            "TreeActor.hidden_states for this model."
+        )
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Run the model without dropout; each of its modules keeps its own mode."""
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode

@@ -5,6 +5,7 @@ Shapes: L entries (one loss term each), S rollouts. Log-probs are natural logs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -18,18 +19,51 @@ Aggregation = Literal["token-mean", "sequence-mean", "constant"]
 MAX_LOG_RATIO = 20.0
 
 
-def importance_ratio(log_prob_L: Tensor, sample_log_prob_L: Tensor) -> Tensor:
-    """Ratio of the current policy to the one that sampled, exp(log p - log q), per entry.
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Exponential of log-ratios clamped to ``±MAX_LOG_RATIO``, where its gradient is 0: finite for any two policies."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sum_by_rollout(value_L: Tensor, rollout_L: Tensor, num_rollouts: int) -> Tensor:
+    """Sum the values of each rollout's entries.
 
     Args:
-        log_prob_L: [L] nats, under the policy being trained.
-        sample_log_prob_L: [L] nats, as the sampler recorded them.
+        value_L: [L] values.
+        rollout_L: [L] int64 in [0, ``num_rollouts``), rollout of each entry.
+        num_rollouts: S.
 
     Returns:
-        [L] ratio. The log-ratio is clamped to ``±MAX_LOG_RATIO``, where its gradient is 0, so that value and
-        gradient stay finite for any two policies.
+        [S] sums, formed in float64 so that they do not depend on the length; 0 for a rollout without entries.
     """
-    return (log_prob_L - sample_log_prob_L).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return torch.zeros(num_rollouts, dtype=torch.float64, device=value_L.device).index_add(
+        0, rollout_L, value_L.double()
+    )
+
+
+def mean_by_rollout(value_L: Tensor, rollout_L: Tensor, length_S: Tensor) -> Tensor:
+    """Means over each rollout's entries, [S] float64; see :func:`sum_by_rollout`."""
+    return sum_by_rollout(value_L, rollout_L, len(length_S)) / length_S.clamp_min(1)
+
+
+def top_of_rollout(value_L: Tensor, rollout_L: Tensor, length_S: Tensor, share: float) -> Tensor:
+    """Mark the highest values of each rollout.
+
+    Args:
+        value_L: [L] values.
+        rollout_L: [L] int64, rollout of each entry.
+        length_S: [S] int64, entries of each rollout.
+        share: in (0, 1], of the entries of a rollout that is marked, rounded up; at equal values the first ones.
+
+    Returns:
+        [L] bool.
+    """
+    by_value_L = value_L.argsort(descending=True, stable=True)
+    order_L = by_value_L[rollout_L[by_value_L].argsort(stable=True)]
+    start_S = length_S.cumsum(0) - length_S
+    rank_L = torch.empty_like(rollout_L)
+    rank_L[order_L] = torch.arange(len(order_L), device=rollout_L.device) - start_S[rollout_L[order_L]]
+    # a hair below: 0.2 * 5 is 1, not the 1.0000000000000002 that would round up
+    return rank_L < (length_S.double() * share - 1e-9).ceil().clamp_min(1)[rollout_L]
 
 
 def clipped_surrogate(ratio_L: Tensor, advantage_L: Tensor, epsilon_low: float, epsilon_high: float) -> Tensor:
@@ -117,45 +151,68 @@ def check_aggregation(aggregation: str, constant: float | None) -> None:
         raise ValueError(f"constant={constant}; it divides the loss and must be above 0.")
 
 
-@torch.no_grad()
-def ratio_metrics(
-    log_prob_L: Tensor,
-    sample_log_prob_L: Tensor,
-    advantage_L: Tensor,
-    num_entries: Tensor,
-    epsilon_low: float,
-    epsilon_high: float,
-) -> dict[str, Tensor]:
-    """Diagnostics of the importance ratio, as shares of the window's means.
-
-    Every value is a sum over these entries divided by ``num_entries`` of the window, so that the values of all
-    micro-batches add up to the window's (``reduce_window``).
+def ratio_values(log_ratio_L: Tensor) -> dict[str, Tensor]:
+    """Diagnostics of the importance ratio whose means over the window are reported.
 
     Args:
-        log_prob_L: [L] nats, under the policy being trained.
-        sample_log_prob_L: [L] nats, as sampled.
-        advantage_L: [L] advantage.
-        num_entries: [] trained tokens of the window.
-        epsilon_low: lower clip width; clips only where the advantage is negative.
-        epsilon_high: upper clip width; clips only where it is positive.
+        log_ratio_L: [L] nats, log-ratio of the current policy to the anchor.
 
     Returns:
-        ``clip_fraction_low``, ``clip_fraction_high``; ``kl_approx``, the k3 estimate of KL(sampler || policy) in
-        nats; ``ratio`` and ``ratio_squared``, from which the effective sample size follows.
+        [L] each: ``kl_approx``, the k3 estimate of KL(anchor || policy) in nats; ``ratio`` and ``ratio_squared``, from
+        which the effective sample size follows.
     """
-    ratio_L = importance_ratio(log_prob_L, sample_log_prob_L)
-    log_ratio_L = ratio_L.log()
-    low_L = (ratio_L < 1 - epsilon_low) & (advantage_L < 0)
-    high_L = (ratio_L > 1 + epsilon_high) & (advantage_L > 0)
-    values = {
-        "clip_fraction_low": low_L,
-        "clip_fraction_high": high_L,
-        "kl_approx": ratio_L - 1 - log_ratio_L,
-        "ratio": ratio_L,
-        "ratio_squared": ratio_L.square(),
-    }
-    count = num_entries.clamp_min(1)
-    return {name: value_L.double().sum() / count for name, value_L in values.items()}
+    ratio_L = bounded_exp(log_ratio_L)
+    return {"kl_approx": ratio_L - 1 - ratio_L.log(), "ratio": ratio_L, "ratio_squared": ratio_L.square()}
+
+
+def clip_values(ratio_L: Tensor, advantage_L: Tensor, low: float | None, high: float | None) -> dict[str, Tensor]:
+    """Where a clip of the ratio takes the gradient away: the low bound at negative advantages, the high at positive.
+
+    Args:
+        ratio_L: [L] importance ratio.
+        advantage_L: [L] advantage.
+        low: lower bound of the ratio; None for none.
+        high: upper bound; None for none.
+
+    Returns:
+        [L] bool each: ``clip_fraction_low`` and ``clip_fraction_high``, for the bounds that there are.
+    """
+    values = {}
+    if low is not None:
+        values["clip_fraction_low"] = (ratio_L < low) & (advantage_L < 0)
+    if high is not None:
+        values["clip_fraction_high"] = (ratio_L > high) & (advantage_L > 0)
+    return values
+
+
+def mismatch_values(log_gap_L: Tensor) -> dict[str, Tensor]:
+    """Diagnostics of the gap between the trainer's policy p and the sampler's q whose means are reported.
+
+    Args:
+        log_gap_L: [L] nats, log p - log q of tokens drawn from q.
+
+    Returns:
+        [L] each: ``mismatch_ratio``, p / q, whose mean is 1 for equal policies; ``mismatch_k1`` and ``mismatch_k3``,
+        estimates of KL(q || p) in nats: -log p/q, and p/q - 1 - log p/q, which is never negative.
+    """
+    ratio_L = bounded_exp(log_gap_L)
+    return {"mismatch_ratio": ratio_L, "mismatch_k1": -log_gap_L, "mismatch_k3": ratio_L - 1 - ratio_L.log()}
+
+
+def check_clip_epsilon(clip_epsilon: float | Sequence[float]) -> tuple[float, float]:
+    """Low and high clip width from one number or a pair.
+
+    Raises:
+        ValueError: unless low lies in [0, 1) and high is >= 0.
+    """
+    widths = tuple(clip_epsilon) if isinstance(clip_epsilon, Sequence) else (clip_epsilon, clip_epsilon)
+    low, high = widths if len(widths) == 2 else (math.nan, math.nan)
+    if not 0 <= low < 1 or not high >= 0:
+        raise ValueError(
+            f"clip_epsilon={clip_epsilon}; the low width lies in [0, 1), the high one is >= 0: give one number "
+            "such as 0.2 or a pair such as (0.2, 0.28)."
+        )
+    return float(low), float(high)
 
 
 def reduce_window(outputs: Sequence[TensorDictBase]) -> TensorDict:

@@ -5,6 +5,7 @@ Imports point only downwards, and never sideways between two parts of one layer:
     trainers
     collectors
     objectives   engines   weight_sync   data.replay_buffer   modules
+    data.group_filters   data.window_advantages
     packing   pure functions and protocols: objectives.functional, engines.base, engines.vllm_http, weight_sync.base,
               data.*, kernels
     data.schema
@@ -26,6 +27,7 @@ LAYERS = [
     {"trainers"},
     {"collectors"},
     {"objectives", "engines", "weight_sync", "data.replay_buffer", "modules"},
+    {"data.group_filters", "data.window_advantages"},
     {"packing", "objectives.functional", "engines.base", "engines.vllm_http", "weight_sync.base", "data", "kernels"},
     {"data.schema"},
 ]

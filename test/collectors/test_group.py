@@ -4,6 +4,7 @@ import pytest
 import torch
 from fakes import character_tokenizer
 
+from torchrl_asyncgrpo import TreePacker
 from torchrl_asyncgrpo.collectors.group import as_answers, encode_prompt, make_group, request_seed
 from torchrl_asyncgrpo.data.prompts import PromptDraw
 from torchrl_asyncgrpo.engines.base import Completion
@@ -77,6 +78,44 @@ def test_unscored_completion_is_left_out_and_keeps_its_id_free():
     """G2."""
     done = [Completion([i], [-1.0], [0], "stop") for i in (1, 2, 3)]
     assert [int(r["rollout_id"]) for r in assemble(done, [1.0, math.nan, 0.0])] == [28, 30]
+
+
+def two_answers(advantages, rewards=(1.0, 0.0)):
+    done = [Completion([1, 2, 3], [-0.5, math.nan, -1.0], [0] * 3, "stop"), Completion([9], [-1.0], [0], "stop")]
+    return make_group(PromptDraw(7, "p"), [5, 6], done, rewards, advantages, group_size=4, mask_truncated=False)
+
+
+def test_advantages_per_token_have_zeros_for_the_prompt():
+    rows = two_answers([[0.5, math.nan, -1.0], 2.0])
+    assert rows[0]["advantage"][[0, 1, 2, 4]].tolist() == [0.0, 0.0, 0.5, -1.0]
+    assert rows[1]["advantage"].shape == ()
+    assert rows[1]["advantage"] == 2.0
+    (batch,) = TreePacker()(rows)
+    assert sorted(batch["entry", "advantage"].tolist()) == [-1.0, 0.5, 2.0]
+
+
+def test_number_of_one_token_is_a_number_of_that_token():
+    assert two_answers([0.0, torch.tensor([2.0])])[1]["advantage"].tolist() == [0.0, 0.0, 2.0]
+
+
+def test_advantage_of_an_unscored_completion_is_not_read():
+    """G2."""
+    (row,) = two_answers([[0.0] * 99, 1.0], rewards=[math.nan, 0.0])
+    assert row["advantage"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("advantages", "message"),
+    [
+        ([1.0], "returned 1 values for the 2 completions of group 7"),
+        (torch.zeros(3), "returned 3 values for the 2 completions"),
+        ([[1.0, 2.0], 0.0], r"shape \(2,\) for a completion of 3 tokens.*\[3\]"),
+        (torch.zeros(2, 3), r"shape \(3,\) for a completion of 1 tokens"),
+    ],
+)
+def test_advantages_that_do_not_fit_are_refused(advantages, message):
+    with pytest.raises(ValueError, match=message):
+        two_answers(advantages)
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])

@@ -45,6 +45,21 @@ def test_weighted_sum_of_sync_and_async_functions():
     assert score([lengths, ones_async], [0.5, 10.0]) == [11.0, 11.5]
 
 
+def test_components_are_unweighted_and_name_the_unscored():
+    def score_components(functions, weights):
+        with ThreadPoolExecutor(1) as pool:
+            rewards = RewardFunctions(functions, weights)
+            of_parts = asyncio.run(rewards.components(["p"] * 2, ["ab", "abc"], [[1]] * 2, {}, pool))
+            return of_parts, rewards.weighted_sums(of_parts)
+
+    components, sums = score_components([lengths, lambda **_: [None, 2.0], ones_async], [0.5, 3.0, 0.0])
+    assert str(components) == "[[2.0, nan, 1.0], [3.0, 2.0, 1.0]]"
+    assert sums == [1.0, 7.5]
+    components, sums = score_components([lambda **_: [None, 2.0]] * 2, [0.5, 3.0])
+    assert str(components) == "[[nan, nan], [2.0, 2.0]]"
+    assert str(sums) == "[nan, 7.0]"
+
+
 def test_object_with_an_async_call():
     class Judge:
         async def __call__(self, completions, **_):

@@ -29,6 +29,15 @@ def test_statistics_of_a_window():
     assert "staleness" not in window_statistics(window, None)
 
 
+@pytest.mark.parametrize(
+    ("advantage", "share"),
+    [([9.0, 0.0, 0.0, 9.0], 1.0), ([float("nan"), 0.0, 0.0, 9.0], 1.0), ([0.0, 0.0, 0.5, 0.0], 0.0), ([0.0], 1.0)],
+)
+def test_a_rollout_without_signal_is_one_whose_trained_tokens_have_none(advantage, share):
+    window = [rollout(1.0, advantage, 2, [0, 0, 0])]
+    assert window_statistics(window, None)["zero_advantage"] == share
+
+
 def test_bar_shows_values_then_phases():
     values = {"reward": 0.51234, "time/wait": 0.04, "tokens/s": 123.4, "time/train": 2.0, "time/total": 9.0}
     assert bar_text(values) == "reward 0.512, tokens/s 123, s: wait 0.0 train 2.0"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -63,7 +64,7 @@ def make_group(
     prompt_ids: Sequence[int],
     completions: Sequence[Completion],
     rewards: Sequence[float],
-    advantage_G: Tensor,
+    advantages: Tensor | Sequence[Any],
     *,
     group_size: int,
     mask_truncated: bool,
@@ -75,13 +76,22 @@ def make_group(
         prompt_ids: token ids of the prompt.
         completions: [G] completions.
         rewards: [G] rewards, NaN where not scored.
-        advantage_G: [G] advantages.
+        advantages: [G], for every completion one number, or one per token of it. Those of completions that were not
+            scored are not read.
         group_size: completions asked for; with ``draw.group_id`` it makes the rollouts' ids.
         mask_truncated: do not train completions that ended for lack of room.
 
     Returns:
         The rollouts. A sampled token without a log-prob is part of its rollout and untrained.
+
+    Raises:
+        ValueError: if the advantages do not fit the completions.
     """
+    if len(advantages) != len(completions):
+        raise ValueError(
+            f"advantage returned {len(advantages)} values for the {len(completions)} completions of group "
+            f"{draw.group_id}; return one per completion, NaN where its reward is NaN."
+        )
     rollouts = []
     for i, (completion, reward) in enumerate(zip(completions, rewards, strict=True)):
         if math.isnan(reward):
@@ -97,10 +107,23 @@ def make_group(
                 [*blank, *completion.log_probs],
                 group_id=draw.group_id,
                 reward=reward,
-                advantage=float(advantage_G[i]),
+                advantage=_of_rollout(advantages[i], len(prompt_ids), len(completion.token_ids)),
                 policy_version=[*prompt_version, *completion.policy_versions],
                 rollout_id=draw.group_id * group_size + i,
                 sampling_mask=None if kept is None else [*[None] * len(prompt_ids), *kept],
             )
         )
     return rollouts
+
+
+def _of_rollout(advantage: Any, prompt_length: int, completion_length: int) -> Tensor:
+    """The advantage of a completion as that of its rollout: [], or [N] with 0 for the prompt."""
+    advantage = torch.as_tensor(advantage, dtype=torch.float32)
+    if advantage.ndim == 0:
+        return advantage
+    if advantage.shape != (completion_length,):
+        raise ValueError(
+            f"advantage returned the shape {tuple(advantage.shape)} for a completion of {completion_length} tokens; "
+            f"return one number, or one per token of the completion, [{completion_length}]."
+        )
+    return torch.cat([torch.zeros(prompt_length), advantage])

@@ -44,7 +44,8 @@ class AsyncLLMCollector(BaseCollector):
     ``start()`` collects in a thread of its own beside the trainer. Back-pressure: at most
     ``(max_staleness + 1) · groups_per_step`` groups are running, waiting in the buffer, or handed out and not
     released. Iterating instead collects ``groups_per_step`` groups per item, in the caller's turn, and yields None
-    where there is a replay buffer (the groups are in it), else a lazy stack of rollouts.
+    where there is a replay buffer (the groups are in it), else a lazy stack of rollouts. In place of a group that is
+    dropped, here or by a transform of the buffer as it is written, a further prompt is drawn.
 
     A group whose completions fail for good is scored from the survivors when there are two or more, else dropped;
     ``counters`` says how often and why. Any exception, of a reward function or of the engine, ends the collection
@@ -60,7 +61,10 @@ class AsyncLLMCollector(BaseCollector):
         replay_buffer: where groups go; a ``make_replay_buffer`` buffer for ``start()``.
         max_staleness: policy versions that collection may run ahead by, >= 0; 0 is on-policy.
         reward_weights: one factor per reward function.
-        advantage: rewards of a group [G], NaN where unscored, to advantages [G].
+        advantage: rewards of a group [G], NaN where unscored, to advantages: [G] numbers, or for each rollout a number
+            or one value per token of its completion.
+        advantage_per_reward: give ``advantage`` the rewards [G, K] of every function, NaN where it did not score,
+            instead of their weighted sums, which remain the ``reward`` of the rollouts.
         mask_truncated: leave completions that ended for lack of room out of the loss.
         seed: seed of sampling; group ``g`` draws from a stream derived from ``(seed, g)``.
 
@@ -82,7 +86,8 @@ class AsyncLLMCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         max_staleness: int = 1,
         reward_weights: Sequence[float] | None = None,
-        advantage: Callable[[Tensor], Tensor] = group_advantages,
+        advantage: Callable[[Tensor], Tensor | Sequence[Any]] = group_advantages,
+        advantage_per_reward: bool = False,
         mask_truncated: bool = False,
         seed: int = 0,
     ) -> None:
@@ -100,6 +105,7 @@ class AsyncLLMCollector(BaseCollector):
         self.replay_buffer = replay_buffer
         self.max_staleness = max_staleness
         self.advantage = advantage
+        self.advantage_per_reward = advantage_per_reward
         self.mask_truncated = mask_truncated
         self.seed = seed
         self.counters: Counter[str] = Counter()
@@ -159,9 +165,20 @@ class AsyncLLMCollector(BaseCollector):
                     return
 
     def _collect_in_turn(self, loop: asyncio.AbstractEventLoop) -> list[TensorDict]:
-        """Rollouts of the groups of one step, written to the buffer; a failure leaves every draw to be repeated."""
+        """Rollouts of the groups of one step, written to the buffer, with further groups for those that it drops."""
+        rollouts: list[TensorDict] = []
+        missing = self.groups_per_step
+        with self._repeating_unsettled():
+            while missing and not self._exhausted:
+                for group in self._finish_in_turn(loop, missing):
+                    if self._settle(group):
+                        rollouts += group.rollouts
+                        missing -= 1
+        return rollouts
+
+    def _finish_in_turn(self, loop: asyncio.AbstractEventLoop, free_slots: int) -> list[FinishedGroup]:
+        """Groups in the order of their draws, as many with rollouts as there are slots, unless the source ends."""
         finished: list[FinishedGroup] = []
-        free_slots = self.groups_per_step
         main = loop.create_task(
             self._collect(lambda: free_slots - sum(bool(g.rollouts) for g in finished), finished.append, in_turn=True)
         )
@@ -171,14 +188,7 @@ class AsyncLLMCollector(BaseCollector):
             if not main.done():  # Ctrl-C leaves run_until_complete, not the task
                 main.cancel()
                 loop.run_until_complete(asyncio.gather(main, return_exceptions=True))
-        finished.sort(key=lambda group: group.draw.group_id)
-        rollouts = [rollout for group in finished for rollout in group.rollouts]
-        with self._commit:
-            if self.replay_buffer is not None and rollouts:
-                self.replay_buffer.extend(rollouts)
-            for group in finished:
-                self._settle(group)
-        return rollouts
+        return sorted(finished, key=lambda group: group.draw.group_id)
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop collecting; groups that were running are drawn again at the next start. The engine stays up.
@@ -256,16 +266,11 @@ class AsyncLLMCollector(BaseCollector):
 
     # --- collecting -------------------------------------------------------------------------------
     def _collect_beside(self, loop: asyncio.AbstractEventLoop, buffer: GroupReplayBuffer) -> None:
-        def commit(group: FinishedGroup) -> None:
-            with self._commit:
-                if group.rollouts:
-                    buffer.extend(group.rollouts)
-                self._settle(group)
-
         limit = (self.max_staleness + 1) * self.groups_per_step
-        self._main = loop.create_task(self._collect(lambda: limit - buffer.occupied, commit, in_turn=False))
+        self._main = loop.create_task(self._collect(lambda: limit - buffer.occupied, self._settle, in_turn=False))
         try:
-            loop.run_until_complete(self._main)
+            with self._repeating_unsettled():
+                loop.run_until_complete(self._main)
             buffer.close()
         except asyncio.CancelledError:
             assert self._stopping
@@ -304,11 +309,6 @@ class AsyncLLMCollector(BaseCollector):
                         )
                     commit(task.result())
                     running.remove(task)
-        except BaseException:
-            with self._commit:
-                self._repeat = sorted((*self._unfinished.values(), *self._repeat), key=lambda draw: draw.group_id)
-                self._unfinished.clear()
-            raise
         finally:
             for pending in (*running, woken):
                 pending.cancel()
@@ -316,10 +316,26 @@ class AsyncLLMCollector(BaseCollector):
             # A reward function that does not return is not waited for.
             scoring.shutdown(wait=False, cancel_futures=True)
 
-    def _settle(self, group: FinishedGroup) -> None:
-        """Count a group that is now in the buffer, or dropped; call it where that happens, under the lock."""
-        del self._unfinished[group.draw.group_id]
-        self.counters += group.counters
+    @contextlib.contextmanager
+    def _repeating_unsettled(self) -> Iterator[None]:
+        """Let draws that are not settled come again, when the block raises."""
+        try:
+            yield
+        except BaseException:
+            with self._commit:
+                self._repeat = sorted((*self._unfinished.values(), *self._repeat), key=lambda draw: draw.group_id)
+                self._unfinished.clear()
+            raise
+
+    def _settle(self, group: FinishedGroup) -> bool:
+        """Write a group to the buffer, if there is one, and count it; False where nothing of it is left."""
+        with self._commit:
+            kept = bool(group.rollouts)
+            if kept and self.replay_buffer is not None:
+                kept = len(self.replay_buffer.extend(group.rollouts)) > 0
+            del self._unfinished[group.draw.group_id]
+            self.counters += group.counters
+            return kept
 
     @property
     def _exhausted(self) -> bool:
@@ -344,19 +360,21 @@ class AsyncLLMCollector(BaseCollector):
         enough = min(2, params.n)
         if len(completions) < enough:
             return FinishedGroup(draw, [], counters + Counter(groups_dropped_failed=1))
-        rewards = await self.reward(
+        components = await self.reward.components(
             [draw.prompt] * len(completions),
             as_answers(self.tokenizer, draw, completions),
             [c.token_ids for c in completions],
             {name: [value] * len(completions) for name, value in draw.columns.items()},
             scoring,
         )
+        rewards = self.reward.weighted_sums(components)
+        scores = components if self.advantage_per_reward else rewards
         rollouts = make_group(
             draw,
             prompt_ids,
             completions,
             rewards,
-            self.advantage(torch.tensor(rewards, dtype=torch.float64)),
+            self.advantage(torch.tensor(scores, dtype=torch.float64)),
             group_size=params.n,
             mask_truncated=self.mask_truncated,
         )

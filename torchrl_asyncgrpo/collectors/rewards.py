@@ -52,7 +52,36 @@ class RewardFunctions:
         columns: Mapping[str, Sequence[Any]],
         executor: Executor,
     ) -> list[float]:
-        """Score the completions of one group.
+        """Score the completions of one group: the weighted sums of ``components``, which has the arguments."""
+        return self.weighted_sums(await self.components(prompts, completions, completion_ids, columns, executor))
+
+    def weighted_sums(self, components: Sequence[Sequence[float]]) -> list[float]:
+        """Combine the rewards of all functions.
+
+        Args:
+            components: [G, K] rewards, NaN where a function did not score a completion.
+
+        Returns:
+            [G] weighted sums over the functions that scored a completion; NaN where none did.
+        """
+        sums = []
+        for row in components:
+            total = math.nan
+            for weight, value in zip(self.weights, row, strict=True):
+                if not math.isnan(value):
+                    total = weight * value + (0.0 if math.isnan(total) else total)
+            sums.append(total)
+        return sums
+
+    async def components(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+        executor: Executor,
+    ) -> list[list[float]]:
+        """Score the completions of one group by every function.
 
         Args:
             prompts: [G] prompts.
@@ -62,7 +91,7 @@ class RewardFunctions:
             executor: where functions that are not async run, so that they do not hold up the event loop.
 
         Returns:
-            [G] weighted sums over the functions that scored a completion; NaN where none did.
+            [G, K] rewards, not weighted; NaN where a function did not score a completion.
 
         Raises:
             ValueError: if a function returns another number of values, or a value that is not a finite number or None.
@@ -70,8 +99,8 @@ class RewardFunctions:
         """
         arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
         arguments["completion_ids"] = [list(ids) for ids in completion_ids]
-        total = [math.nan] * len(completions)
-        for function, weight in zip(self.functions, self.weights, strict=True):
+        by_function = []
+        for function in self.functions:
             if inspect.iscoroutinefunction(function):
                 values = await function(**arguments)
             else:
@@ -79,13 +108,12 @@ class RewardFunctions:
                 values = await asyncio.get_running_loop().run_in_executor(executor, call)
                 if inspect.isawaitable(values):  # an object with an async __call__, or a function that returns one
                     values = await values
-            for i, value in enumerate(_checked(function, values, len(completions))):
-                if value is not None:
-                    total[i] = weight * value + (0.0 if math.isnan(total[i]) else total[i])
-        return total
+            by_function.append(_checked(function, values, len(completions)))
+        return [list(row) for row in zip(*by_function, strict=True)]
 
 
-def _checked(function: RewardFunction, values: Any, count: int) -> list[float | None]:
+def _checked(function: RewardFunction, values: Any, count: int) -> list[float]:
+    """Values of a function as finite numbers, NaN where it returned None."""
     name = getattr(function, "__name__", repr(function))
     if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
         kind = type(values).__name__
@@ -94,10 +122,10 @@ def _checked(function: RewardFunction, values: Any, count: int) -> list[float | 
         raise ValueError(
             f"reward function {name!r} returned {len(values)} values for {count} completions; return a list of {count}."
         )
-    checked: list[float | None] = []
+    checked: list[float] = []
     for i, value in enumerate(values):
         if value is None:
-            checked.append(None)
+            checked.append(math.nan)
             continue
         number = None if isinstance(value, (str, bytes)) else _as_float(value)
         if number is None or not math.isfinite(number):

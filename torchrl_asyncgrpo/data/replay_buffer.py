@@ -14,8 +14,10 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
+from torchrl.envs.transforms import Transform
 
 from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.data.group_filters import GroupFilter
 
 
 @dataclass
@@ -93,17 +95,35 @@ class GroupReplayBuffer(ReplayBuffer):
     ones, and returns their rollouts as one lazy stack. A group that was handed out counts as ``occupied`` until
     ``release``: the next ``sample`` releases it, or the trainer does as soon as it moved on. Thread-safe for many
     writers and one reader.
+
+    Attributes:
+        dropped: groups that were not handed out, by reason: ``"stale"``, ``"emptied"``, the reasons of filters, and
+            ``"transform"`` for those that other transforms left out as they were written.
+        cut: rollouts that filters took out of groups that stayed, by reason.
     """
 
     _sampler: WholeGroupSampler
 
-    def __init__(self, *, sampler: WholeGroupSampler, batch_size: int, capacity: int, timeout: float | None) -> None:
+    def __init__(
+        self,
+        *,
+        sampler: WholeGroupSampler,
+        batch_size: int,
+        capacity: int,
+        timeout: float | None,
+        transform: Transform | Callable[[Any], Any] | None = None,
+    ) -> None:
         super().__init__(
-            storage=LazyStackStorage(capacity), sampler=sampler, batch_size=batch_size, collate_fn=lambda rows: rows
+            storage=LazyStackStorage(capacity),
+            sampler=sampler,
+            batch_size=batch_size,
+            collate_fn=lambda rows: rows,
+            transform=transform,
         )
         self.timeout = timeout
         self.capacity = capacity
         self.dropped: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()
         self._handed_out = 0
         self._closed = False
         self._failure: BaseException | None = None
@@ -112,30 +132,34 @@ class GroupReplayBuffer(ReplayBuffer):
 
     # --- writing ---------------------------------------------------------------------------------
     def extend(self, data: Sequence[TensorDictBase] | TensorDictBase, *, update_priority: bool | None = None) -> Any:
-        """Add the rollouts of one or more whole groups.
+        """Add the rollouts of one or more whole groups, or what the transforms leave of them.
 
         Args:
-            data: rollouts; those of one group follow each other and come in one call.
+            data: rollouts; those of one group come in one call.
             update_priority: not used; here for the signature of torchrl.
 
         Returns:
-            Storage indices of the rollouts.
+            Storage indices of the rollouts that were written.
 
         Raises:
-            RuntimeError: if they do not fit beside the rollouts that wait.
+            RuntimeError: if they do not fit beside the rollouts that wait, or a filter gives up. Nothing is written or
+                counted then.
         """
         del update_priority
         rollouts = list(data.unbind(0)) if isinstance(data, TensorDictBase) else list(data)
         if not rollouts:
             return torch.empty(0, dtype=torch.long)
         with self._changed:
+            rollouts, dropped, cut = self._transformed(rollouts)
             waiting = sum(len(group.indices) for group in self._sampler.groups)
             if waiting + len(rollouts) > self.capacity:
                 raise RuntimeError(
                     f"{len(rollouts)} rollouts do not fit: {waiting} wait and the capacity is {self.capacity}. Raise "
                     "capacity in make_replay_buffer, or let the collector's slots hold the groups back."
                 )
-            index = super().extend(rollouts)
+            index = self._extend(rollouts) if rollouts else torch.empty(0, dtype=torch.long)
+            self.dropped += dropped
+            self.cut += cut
             groups: dict[int, WaitingGroup] = {}
             for i, rollout in zip(torch.as_tensor(index).flatten().tolist(), rollouts, strict=True):
                 group_id, oldest = int(rollout[schema.GROUP_ID]), schema.oldest_version(rollout)
@@ -145,6 +169,23 @@ class GroupReplayBuffer(ReplayBuffer):
             self._sampler.groups.extend(groups.values())
             self._changed.notify_all()
         return index
+
+    def _transformed(self, rollouts: list[TensorDictBase]) -> tuple[list[TensorDictBase], Counter[str], Counter[str]]:
+        """Apply the transforms; also counts groups that they dropped and rollouts that they cut, by reason."""
+        if not len(self._transform):
+            return rollouts, Counter(), Counter()
+        filters = [module for module in self._transform.modules() if isinstance(module, GroupFilter)]
+        before = [(each.dropped, each.cut) for each in filters]
+        # of copies, so that a transform may change rollouts that the caller has
+        kept = self._transform._inv_call([rollout.copy() for rollout in rollouts]) or []
+        dropped: Counter[str] = Counter()
+        cut: Counter[str] = Counter()
+        for each, (dropped_before, cut_before) in zip(filters, before, strict=True):
+            dropped[each.reason] += each.dropped - dropped_before
+            cut[each.reason] += each.cut - cut_before
+        gone = {int(rollout[schema.GROUP_ID]) for rollout in rollouts} - {int(row[schema.GROUP_ID]) for row in kept}
+        dropped["transform"] = len(gone) - sum(dropped.values())
+        return kept, +dropped, +cut
 
     def close(self, failure: BaseException | None = None) -> None:
         """Say that nothing will be written any more.
@@ -278,13 +319,14 @@ class GroupReplayBuffer(ReplayBuffer):
     def state_dict(self) -> dict[str, Any]:
         """State of storage, sampler and counters; groups that were handed out belong to the reader."""
         with self._changed:
-            return {**super().state_dict(), "dropped": dict(self.dropped)}
+            return {**super().state_dict(), "dropped": dict(self.dropped), "cut": dict(self.cut)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore ``state_dict``."""
         with self._changed:
             super().load_state_dict(state_dict)
             self.dropped = Counter(state_dict["dropped"])
+            self.cut = Counter(state_dict.get("cut", {}))
             self._handed_out = 0
 
     def dumps(self, path: str | Path) -> None:
@@ -304,6 +346,7 @@ def make_replay_buffer(
     max_staleness: int | None = 1,
     capacity: int = 65536,
     timeout: float | None = None,
+    transform: Transform | Callable[[Any], Any] | None = None,
 ) -> GroupReplayBuffer:
     """Make the replay buffer of asynchronous GRPO: whole groups, version gate, each group once, oldest first.
 
@@ -314,6 +357,8 @@ def make_replay_buffer(
             groups are dropped and counted in ``dropped["stale"]``. None for no limit.
         capacity: most rollouts that wait, >= 1.
         timeout: seconds that ``sample`` waits, > 0; None for ever.
+        transform: acts on the list of a group's rollouts when they are written, and on the lazy stack of a window's
+            when they are handed out; see ``group_filters``.
 
     Returns:
         A torchrl ``ReplayBuffer`` over a ``LazyStackStorage``.
@@ -327,4 +372,6 @@ def make_replay_buffer(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout}; give seconds above 0, or None to wait for ever.")
     sampler = WholeGroupSampler(max_staleness, current_version)
-    return GroupReplayBuffer(sampler=sampler, batch_size=batch_size, capacity=capacity, timeout=timeout)
+    return GroupReplayBuffer(
+        sampler=sampler, batch_size=batch_size, capacity=capacity, timeout=timeout, transform=transform
+    )

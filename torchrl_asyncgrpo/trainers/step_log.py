@@ -85,6 +85,7 @@ class StepLog:
             counters |= trainer.collector.counters
         if isinstance(trainer.replay_buffer, GroupReplayBuffer):
             counters |= {f"groups_dropped_{reason}": n for reason, n in trainer.replay_buffer.dropped.items()}
+            counters |= {f"rollouts_cut_{reason}": n for reason, n in trainer.replay_buffer.cut.items()}
         if isinstance(trainer.optimization_stepper, WindowOptimizationStepper):
             counters["optim_steps_skipped"] = trainer.optimization_stepper.skipped_steps
         if trainer.weight_sync_sender is not None:
@@ -106,19 +107,25 @@ def window_statistics(window: Sequence[TensorDictBase], current_version: int | N
     """
     reward_R = torch.stack([rollout[schema.REWARD] for rollout in window])
     length_R = torch.stack([rollout[schema.LOSS_MASK].sum() for rollout in window]).float()
-    advantage_R = torch.stack([rollout[schema.ADVANTAGE] for rollout in window])
+    flat_R = torch.stack([(_advantages(rollout) == 0).all() for rollout in window])
     statistics = {
         "reward": float(reward_R.mean()),
         "reward_std": float(reward_R.std(correction=0)),
         "reward_max": float(reward_R.max()),
         "response_length": float(length_R.mean()),
         "trained_tokens": float(length_R.sum()),
-        "zero_advantage": float((advantage_R == 0).float().mean()),
+        "zero_advantage": float(flat_R.float().mean()),
     }
     if current_version is not None:
         staleness = [current_version - schema.oldest_version(rollout) for rollout in window]
         statistics |= {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
     return statistics
+
+
+def _advantages(rollout: TensorDictBase) -> torch.Tensor:
+    """[] the advantage of a rollout, or those of its trained tokens."""
+    advantage = rollout[schema.ADVANTAGE]
+    return advantage[rollout[schema.LOSS_MASK]] if advantage.ndim else advantage
 
 
 def mean_of_steps(outputs: Sequence[TensorDictBase]) -> TensorDict:

@@ -6,6 +6,7 @@ for. A line ``print(...)  # text`` promises its output, and so does a ``text`` b
 """
 
 import contextlib
+import importlib.util
 import io
 import re
 import warnings
@@ -15,6 +16,7 @@ import pytest
 from fakes import character_tokenizer, tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torchrl_asyncgrpo import CISPOLoss
 from torchrl_asyncgrpo.data import pretrained
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +68,34 @@ def test_examples_run_and_print_what_they_promise(page, tmp_path, monkeypatch):
         for name in ("collector", "engine"):
             if name in namespace:
                 namespace[name].shutdown()
+
+
+@pytest.fixture
+def objectives_table():
+    path = ROOT / "docs/figures/objectives_table.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table_of_objectives_is_that_of_the_docstrings(objectives_table):
+    page = objectives_table.PAGE.read_text(encoding="utf-8")
+    assert objectives_table.with_table(page) == page, "run: python docs/figures/objectives_table.py"
+
+
+def test_a_docstring_that_changes_changes_the_table(objectives_table, monkeypatch):
+    page = objectives_table.PAGE.read_text(encoding="utf-8")
+    docstring = CISPOLoss.__doc__
+    monkeypatch.setattr(CISPOLoss, "__doc__", docstring.replace(":Use: when", ":Use: ``only`` | if\n        or when"))
+    changed = objectives_table.with_table(page)
+    assert changed != page
+    assert "| `only` \\| if or when rare tokens" in changed
+    monkeypatch.setattr(CISPOLoss, "__doc__", docstring.replace(":Use:", ":Usage:"))
+    with pytest.raises(ValueError, match="CISPOLoss .* needs each of Formula, Aggregation, Reference, Use once"):
+        objectives_table.table()
+    with pytest.raises(ValueError, match="put both lines where the table goes"):
+        objectives_table.with_table("a page without markers")
 
 
 def test_no_python_block_is_overlooked():

@@ -3,13 +3,16 @@
 python async_grpo.py                                     # SmolLM2-135M-Instruct learns single-digit sums on a CPU
 python async_grpo.py model.name=Qwen/Qwen3-0.6B          # a hub name or a local directory
 python async_grpo.py train.total_frames=640 optim.lr=1e-5
+python async_grpo.py loss.name=cispo +loss.options.epsilon_high=0.4      # another objective, and an option of it
 python async_grpo.py --config-name async_grpo_vllm       # the same on a vLLM server, which it starts
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -17,28 +20,35 @@ import torch
 from omegaconf import DictConfig
 from report import comparison_table, plot_course, recoveries_line, sampled_answers
 from sums import last_number_is_sum, make_prompts
+from tensordict import TensorDictBase
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torchrl_asyncgrpo import (
     AsyncGRPOTrainer,
     AsyncLLMCollector,
-    GRPOLoss,
     LocalWeightSyncSender,
+    PolicyLoss,
     PromptSource,
+    RolloutScorer,
     SamplingParams,
     TransformersEngine,
     TreeActor,
+    TreeBatch,
     TreePacker,
     VLLMEngine,
     VLLMWeightSyncSender,
     WeightSyncSender,
+    make_objective,
     make_replay_buffer,
 )
 from torchrl_asyncgrpo.collectors.group import encode_prompt
+from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.data.advantages import make_estimator
 from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.engines.base import Engine
 from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
+from torchrl_asyncgrpo.trainers.window import Packer
 
 
 def make_engine(
@@ -73,6 +83,42 @@ def make_engine(
         master_address=cfg.engine.master_address,
     )
     return engine, sender
+
+
+def make_loss(cfg: DictConfig, model: PreTrainedModel, sender: WeightSyncSender) -> PolicyLoss:
+    """The objective that the configuration names, over a tree actor."""
+    options = hydra.utils.instantiate(cfg.loss.options, _convert_="all")  # corrections are objects: _target_
+    if options.get("proximal") == "interpolated":
+        options["current_version"] = lambda: sender.policy_version
+    actor = TreeActor(
+        model,
+        temperature=cfg.sampling.temperature,
+        attention=cfg.model.attention,
+        router_logits=options.get("load_balance_coeff", 0) > 0,
+    )
+    return make_objective(cfg.loss.name, actor, **options)
+
+
+def make_packer(cfg: DictConfig, loss_module: PolicyLoss, model: PreTrainedModel) -> Packer:
+    """A window's rollouts to its micro-batches, after the policies that the loss compares with have scored them."""
+    packer = TreePacker(token_budget=cfg.train.token_budget)
+    policies = {}
+    if schema.ENTRY_PROXIMAL_LOG_PROB in loss_module.in_keys:
+        policies[schema.PROXIMAL_LOG_PROB] = loss_module.actor_network
+    if schema.ENTRY_REF_LOG_PROB in loss_module.in_keys:
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        policies[schema.REF_LOG_PROB] = TreeActor(
+            frozen, temperature=cfg.sampling.temperature, attention=cfg.model.attention
+        )
+    dtype = torch.bfloat16 if cfg.train.mixed_precision else None
+    scorers = [RolloutScorer(policy, packer, key=key, autocast_dtype=dtype) for key, policy in policies.items()]
+
+    def score_and_pack(rollouts: Sequence[TensorDictBase]) -> list[TreeBatch]:
+        for score in scorers:
+            rollouts = score(rollouts)
+        return packer(rollouts)
+
+    return score_and_pack
 
 
 @hydra.main(version_base=None, config_path=".", config_name="async_grpo")
@@ -114,19 +160,15 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
         ),
         groups_per_step=cfg.train.groups_per_step,
         replay_buffer=replay_buffer,
+        advantage=make_estimator(cfg.advantage.name, group_size=cfg.sampling.group_size, **cfg.advantage.options),
+        advantage_per_reward=cfg.advantage.name == "gdpo",
         max_staleness=cfg.train.max_staleness,
         seed=cfg.train.seed,
     )
 
     # Training: a window of groups becomes prefix trees, the actor forwards every shared token once
-    packer = TreePacker(token_budget=cfg.train.token_budget)
-    actor = TreeActor(model, temperature=cfg.sampling.temperature, attention=cfg.model.attention)
-    loss_module = GRPOLoss(
-        actor,
-        clip_epsilon=cfg.loss.clip_epsilon,
-        aggregation=cfg.loss.aggregation,
-        entropy_coeff=cfg.loss.entropy_coeff,
-    )
+    loss_module = make_loss(cfg, model, sender)
+    packer = make_packer(cfg, loss_module, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
 
     loggers = [CSVLogger("csv", log_dir=str(output)), TensorboardLogger("tensorboard", log_dir=str(output))]

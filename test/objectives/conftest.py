@@ -1,4 +1,4 @@
-"""Makes the oracle beside the tests importable (``from objective_oracle import ...``); one thread for tiny models."""
+"""Makes the helpers beside the tests importable (``from objective_oracle import ...``); one thread for tiny models."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from objective_oracle import VARIANTS, PathActor, assert_equal, gradients, objective, random_rollouts, run
+from objective_oracle import VARIANTS, objective
+from objective_rollouts import PathActor, RoutedActor, assert_equal, gradients, random_rollouts, run
 
 from torchrl_asyncgrpo import FlatPacker, GRPOLoss, PolicyLoss, TreePacker, make_objective, make_rollout
 from torchrl_asyncgrpo.objectives import OBJECTIVES
@@ -97,19 +98,6 @@ def test_missing_router_logits_are_named_with_what_produces_them():
         KeyError, match=r"load_balance_coeff=0.1 needs.*router_logits.*TreeActor\(model, router_logits=True"
     ):
         run(loss, TreePacker()(rollouts))
-
-
-class RoutedActor(PathActor):
-    """A mixture of four experts in three layers, one set of router logits for every path."""
-
-    def __init__(self, rollouts, seed=0):
-        super().__init__(rollouts, seed)
-        self.router = torch.nn.Parameter(torch.randn(len(self.index), 3, 4, dtype=torch.float64))
-        self.out_keys = [*self.out_keys, ("node", "router_logits")]
-
-    def forward(self, batch):
-        batch["node", "router_logits"] = self.router[self.index_of_nodes(batch)]
-        return super().forward(batch)
 
 
 ROUTED = dict(load_balance_coeff=0.1, experts_per_token=2)

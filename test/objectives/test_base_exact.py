@@ -2,18 +2,8 @@
 
 import pytest
 from fakes import tiny_gpt2
-from objective_oracle import (
-    VARIANTS,
-    PathActor,
-    alone,
-    assert_equal,
-    objective,
-    off_policy,
-    random_rollouts,
-    rejected,
-    run,
-    window,
-)
+from objective_oracle import VARIANTS, objective, off_policy, rejected, window
+from objective_rollouts import PathActor, alone, assert_equal, random_rollouts, run
 
 from torchrl_asyncgrpo import FlatPacker, OffPolicySequenceMask, SequenceRejection, TreeActor, TreePacker
 from torchrl_asyncgrpo.objectives import OBJECTIVES

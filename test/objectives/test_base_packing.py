@@ -5,7 +5,8 @@ import torch
 from fakes import tiny_gpt2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_oracle import VARIANTS, PathActor, assert_equal, objective, random_rollouts, run
+from objective_oracle import VARIANTS, objective
+from objective_rollouts import PathActor, assert_equal, random_rollouts, run
 
 from torchrl_asyncgrpo import (
     FlatPacker,

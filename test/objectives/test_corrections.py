@@ -4,21 +4,8 @@ import math
 
 import pytest
 import torch
-from objective_oracle import (
-    VARIANTS,
-    PathActor,
-    assert_equal,
-    gradients,
-    masked,
-    number,
-    objective,
-    off_policy,
-    random_rollouts,
-    rejected,
-    run,
-    truncated,
-    window,
-)
+from objective_oracle import VARIANTS, masked, number, objective, off_policy, rejected, truncated, window
+from objective_rollouts import PathActor, assert_equal, gradients, random_rollouts, run
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_asyncgrpo import (

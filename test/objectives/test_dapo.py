@@ -1,4 +1,4 @@
-from objective_oracle import PathActor
+from objective_rollouts import PathActor
 
 from torchrl_asyncgrpo import DAPOLoss
 

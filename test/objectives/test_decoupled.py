@@ -1,6 +1,7 @@
 import pytest
 import torch
-from objective_oracle import CURRENT_VERSION, PathActor, random_rollouts, run
+from objective_oracle import CURRENT_VERSION
+from objective_rollouts import PathActor, random_rollouts, run
 
 from torchrl_asyncgrpo import DecoupledPPOLoss, TreePacker, make_rollout
 from torchrl_asyncgrpo.objectives.decoupled import interpolated_log_prob

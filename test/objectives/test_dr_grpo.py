@@ -1,6 +1,6 @@
 import pytest
 import torch
-from objective_oracle import PathActor, run
+from objective_rollouts import PathActor, run
 
 from torchrl_asyncgrpo import DrGRPOLoss, TreePacker, make_rollout
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objective_oracle import PathActor
+from objective_rollouts import PathActor
 
 from torchrl_asyncgrpo import DualClipPPOLoss
 from torchrl_asyncgrpo.objectives.dual_clip import dual_clipped_surrogate

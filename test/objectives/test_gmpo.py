@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objective_oracle import PathActor, random_rollouts, run
+from objective_rollouts import PathActor, random_rollouts, run
 
 from torchrl_asyncgrpo import GMPOLoss, TreePacker
 from torchrl_asyncgrpo.objectives.gmpo import gmpo_term

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objective_oracle import PathActor, random_rollouts, run
+from objective_rollouts import PathActor, random_rollouts, run
 
 from torchrl_asyncgrpo import GSPOLoss, TreePacker, make_rollout
 from torchrl_asyncgrpo.objectives.gspo import sequence_ratio

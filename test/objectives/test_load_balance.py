@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from fakes import VOCABULARY, tiny_moe
-from objective_oracle import PathActor, gradients, random_rollouts, run
+from objective_rollouts import RoutedActor, gradients, random_rollouts, run
 from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -57,22 +57,6 @@ def balance(rows, experts, k):
                 for e in range(experts):
                     probability[e] = probability[e] + p[e]
     return experts * sum(u / slots * p / slots for u, p in zip(used, probability, strict=True))
-
-
-class RoutedActor(PathActor):
-    """A mixture of four experts in two layers, one set of router logits for every path."""
-
-    def __init__(self, rollouts, seed=0):
-        super().__init__(rollouts, seed)
-        generator = torch.Generator().manual_seed(seed)
-        self.router = torch.nn.Parameter(torch.randn(len(self.index), 2, 4, dtype=torch.float64, generator=generator))
-
-    def forward(self, batch):
-        batch["node", "router_logits"] = self.router[self.index_of_nodes(batch)]
-        return super().forward(batch)
-
-    def routed(self, ids):
-        return self.router[[self.index[tuple(ids[: n + 1].tolist())] for n in range(len(ids))]]
 
 
 def loss_of(actor, scope, k=2):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from objective_oracle import PathActor, random_rollouts, run
+from objective_rollouts import PathActor, random_rollouts, run
 
 from torchrl_asyncgrpo import ReinforceLoss, TreePacker, TruncatedImportanceSampling
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from objective_oracle import PathActor
+from objective_rollouts import PathActor
 
 from torchrl_asyncgrpo import SAPOLoss
 from torchrl_asyncgrpo.objectives.sapo import sapo_term

@@ -88,6 +88,8 @@ def make_engine(
 def make_loss(cfg: DictConfig, model: PreTrainedModel, sender: WeightSyncSender) -> PolicyLoss:
     """The objective that the configuration names, over a tree actor."""
     options = hydra.utils.instantiate(cfg.loss.options, _convert_="all")  # corrections are objects: _target_
+    if cfg.loss.name == "dr_grpo":
+        options.setdefault("constant", cfg.sampling.max_tokens)
     if options.get("proximal") == "interpolated":
         options["current_version"] = lambda: sender.policy_version
     actor = TreeActor(

@@ -1,7 +1,7 @@
 """Objectives against each other on the task of async_grpo.py: the same job and seeds, only the loss differs.
 
 python compare_objectives.py                              # five objectives, seeds 0 1 2: 40 minutes on two cores
-python compare_objectives.py --objectives grpo "dr_grpo +loss.options.constant=12" --seeds 0 1 -- optim.lr=1e-5
+python compare_objectives.py --objectives grpo "cispo +loss.options.epsilon_high=1.0" --seeds 0 1 -- optim.lr=1e-5
 
 An objective is a loss.name, and options of its own behind it; what stands behind -- is for all runs. Runs are made one
 after another. What was finished before is not run again, so that an interrupted comparison goes on where it was. The

@@ -9,7 +9,7 @@ from fakes import ScriptedEngine, character_tokenizer
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 
 from torchrl_asyncgrpo import AsyncLLMCollector, PromptSource, SamplingParams, make_replay_buffer
-from torchrl_asyncgrpo.data.advantages import make_estimator
+from torchrl_asyncgrpo.data.advantages import group_advantages, make_estimator
 from torchrl_asyncgrpo.data.group_filters import DropFlatGroups, KeepInformative
 
 PROMPTS = [{"prompt": f"{i}+{i}=", "number": i} for i in range(42)]
@@ -206,7 +206,7 @@ def test_resumed_run_neither_loses_nor_repeats_a_draw(beside):
 
 
 def test_oversampled_groups_are_cut_as_they_are_written():
-    collector, buffer, _ = make(KeepInformative(2), groups=1, n=5, prompts=PROMPTS[1:])
+    collector, buffer, _ = make(KeepInformative(2, group_advantages), groups=1, n=5, prompts=PROMPTS[1:])
     next(iter(collector))
     rows = buffer.sample().unbind(0)
     assert [float(r["reward"]) for r in rows] == [0.0, 4.0]

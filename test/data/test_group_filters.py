@@ -117,7 +117,7 @@ def test_group_is_cut_with_advantages_among_what_stays(advantage):
 
 @pytest.mark.parametrize("rewards", [[0.0, 1.0], [0.0, 1.0, NAN]])
 def test_group_that_is_no_larger_is_left_as_it_is(rewards):
-    kept = KeepInformative(3).select(group(rewards, advantage=9.0))
+    kept = KeepInformative(3, group_advantages).select(group(rewards, advantage=9.0))
     assert [float(r["advantage"]) for r in kept] == [9.0] * len(rewards)
 
 
@@ -132,7 +132,7 @@ def test_groups_are_judged_one_by_one_wherever_their_rollouts_stand():
     drop = DropFlatGroups()
     assert ids(drop._inv_call(mixed)) == [(2, 0), (2, 1), (2, 2)]
     assert (drop.dropped, drop.cut) == (1, 0)
-    keep = KeepInformative(2)
+    keep = KeepInformative(2, group_advantages)
     assert ids(keep._inv_call(mixed)) == [(4, 0), (4, 1), (2, 0), (2, 1)]
     assert (keep.dropped, keep.cut) == (0, 2)
     assert drop._inv_call(flat) is None
@@ -157,7 +157,7 @@ def test_any_torchrl_buffer_takes_a_filter():
         (lambda: DropFlatGroups(NAN), "tolerance=nan"),
         (lambda: DropFlatGroups(give_up_after=0), "give_up_after=0"),
         (lambda: DropFlatGroups(key="rewards"), "key='rewards'; choose 'reward' or 'advantage'"),
-        (lambda: KeepInformative(1), "keep=1"),
+        (lambda: KeepInformative(1, group_advantages), "keep=1"),
     ],
 )
 def test_bad_input(make, message):

@@ -5,6 +5,7 @@ import torch
 from torchrl.envs.transforms import Compose, Transform
 
 from torchrl_asyncgrpo import make_replay_buffer, make_rollout
+from torchrl_asyncgrpo.data.advantages import group_advantages
 from torchrl_asyncgrpo.data.group_filters import DropFlatGroups, GroupFilter, KeepInformative
 
 
@@ -49,7 +50,7 @@ def test_flat_groups_are_not_written_and_take_no_slot():
 
 def test_cut_groups_are_counted_in_rollouts():
     buffer = make()
-    buffer.append_transform(KeepInformative(2))
+    buffer.append_transform(KeepInformative(2, group_advantages))
     rows = group(0, [0.5, 0.0, 1.0, 0.6])
     buffer.extend(rows)
     buffer.extend(group(1, [0.0, 1.0]))
@@ -64,7 +65,7 @@ def test_cut_groups_are_counted_in_rollouts():
 @pytest.mark.parametrize("nested", [False, True])
 def test_filters_are_combined(nested):
     """The subset of a group with two different rewards is never flat, so that the order does not matter here."""
-    filters = Compose(DropFlatGroups(), KeepInformative(2))
+    filters = Compose(DropFlatGroups(), KeepInformative(2, group_advantages))
     buffer = make(Compose(filters) if nested else filters)
     for i, rewards in enumerate(([1.0] * 3, [0.0, 0.5, 1.0], [0.0] * 2)):
         buffer.extend(group(i, rewards))
@@ -105,7 +106,7 @@ def test_giving_up_writes_and_counts_nothing():
 
 
 def test_capacity_holds_what_is_left():
-    buffer = make(KeepInformative(2), capacity=2)
+    buffer = make(KeepInformative(2, group_advantages), capacity=2)
     buffer.extend(group(0, [0.0, 1.0, 2.0]))
     with pytest.raises(RuntimeError, match="2 rollouts do not fit: 2 wait and the capacity is 2"):
         buffer.extend(group(1, [0.0, 1.0, 2.0]))
@@ -129,7 +130,7 @@ def test_filter_of_ones_own():
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])
 def test_state_holds_the_counters_and_what_is_in_a_row(how, tmp_path):
     def fresh():
-        return make(Compose(DropFlatGroups(give_up_after=3), KeepInformative(2)))
+        return make(Compose(DropFlatGroups(give_up_after=3), KeepInformative(2, group_advantages)))
 
     buffer = fresh()
     buffer.extend(group(0, [0.0, 1.0, 0.5]))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_asyncgrpo import TreePacker, make_rollout
-from torchrl_asyncgrpo.data.advantages import leave_one_out_advantages
+from torchrl_asyncgrpo.data.advantages import group_advantages, leave_one_out_advantages
 from torchrl_asyncgrpo.data.window_advantages import batch_normalised, batch_scaled, kl_in_reward
 
 REWARDS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0, 0.25, 7.5])), min_size=2, max_size=9)
@@ -74,33 +74,36 @@ def test_kl_in_reward_takes_the_sum_over_trained_tokens_off(estimator):
         row(0, 1.0, [-1.0, -0.25, -2.0], [-0.5, -1.25, -30.0], mask=[1, 1, 0]),
         row(1, 0.5, [-1.0], [-2.0]),
         row(0, 0.0, [math.nan, -3.0], [math.nan, -1.0], mask=[0, 1]),
-        row(1, 0.5, [-1.0, -1.0], [-1.0, -1.0], mask=[0, 0]),
+        row(1, 0.25, [-1.0], [-1.0]),
+        row(1, 7.0, [-1.0, -1.0], [-1.0, -1.0], mask=[0, 0]),  # whose divergence is unknown
     ]
     f = ESTIMATES[estimator]
     first = 1.0 - 0.1 * (f(-1.0 + 0.5) + f(-0.25 + 1.25))
     second = 0.0 - 0.1 * f(-3.0 + 1.0)
     other = 0.5 - 0.1 * f(-1.0 + 2.0)
     result = kl_in_reward(rows, coeff=0.1, estimator=estimator, advantage=leave_one_out_advantages)
-    expected = [first - second, other - 0.5, second - first, 0.5 - other]
+    expected = [first - second, other - 0.25, second - first, 0.25 - other, 0.0]
     assert advantages(result) == pytest.approx(expected, rel=1e-6)
-    assert [float(r["reward"]) for r in result] == [1.0, 0.5, 0.0, 0.5]
+    assert [float(r["reward"]) for r in result] == [1.0, 0.5, 0.0, 0.25, 7.0]
 
 
 def test_k3_of_very_different_policies_is_finite():
     rows = [row(0, 1.0, [-1.0], [-1e4]), row(0, 0.0, [-1e4], [-1.0])]
-    assert all(math.isfinite(a) for a in advantages(kl_in_reward(rows, coeff=1.0, estimator="k3")))
+    assert all(
+        math.isfinite(a) for a in advantages(kl_in_reward(rows, coeff=1.0, estimator="k3", advantage=group_advantages))
+    )
 
 
 def test_without_weight_the_advantages_are_those_of_the_rewards():
     rows = [row(0, r, [-1.0], [-2.0]) for r in (0.0, 0.0, 0.0, 1.0)]
-    assert advantages(kl_in_reward(rows, coeff=0.0))[3] == pytest.approx(1.4997, abs=5e-5)
+    assert advantages(kl_in_reward(rows, coeff=0.0, advantage=group_advantages))[3] == pytest.approx(1.4997, abs=5e-5)
 
 
 STEPS = {
     "batch_scaled": batch_scaled,
     "batch_normalised": batch_normalised,
-    "kl_in_reward": lambda rollouts: kl_in_reward(rollouts, coeff=0.3),
-    "composed": lambda rollouts: batch_normalised(kl_in_reward(rollouts, coeff=0.3)),
+    "kl_in_reward": lambda rollouts: kl_in_reward(rollouts, coeff=0.3, advantage=group_advantages),
+    "composed": lambda rollouts: batch_normalised(kl_in_reward(rollouts, coeff=0.3, advantage=group_advantages)),
 }
 
 
@@ -134,7 +137,9 @@ def test_groups_are_told_apart_by_their_ids_not_their_tokens():
     assert advantages(batch_scaled(rows, eps=0.0)) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("step", [batch_scaled, lambda rollouts: kl_in_reward(rollouts, coeff=0.0)])
+@pytest.mark.parametrize(
+    "step", [batch_scaled, lambda rollouts: kl_in_reward(rollouts, coeff=0.0, advantage=group_advantages)]
+)
 def test_turns_and_tokens_of_a_rollout_do_not_weigh(step):
     """G5: a success in 4 turns and in 1 has one advantage on every trained token."""
     rows = [
@@ -157,7 +162,7 @@ def test_advantages_per_token_have_no_batch_to_be_normalised_in():
 def test_missing_reference_says_how_to_make_it():
     rows = [row(0, 1.0, [-1.0], [-1.0]), row(0, 1.0, [-1.0], rollout_id=5)]
     with pytest.raises(KeyError, match=r"needs 'ref_log_prob', and rollout 5 has none.*RolloutScorer.*ref_log_prob"):
-        kl_in_reward(rows, coeff=0.1)
+        kl_in_reward(rows, coeff=0.1, advantage=group_advantages)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +175,11 @@ def test_missing_reference_says_how_to_make_it():
 )
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
-        kl_in_reward([row(0, 1.0, [-1.0], [-1.0])], **options)
+        kl_in_reward([row(0, 1.0, [-1.0], [-1.0])], advantage=group_advantages, **options)
 
 
 def test_infinite_penalty_is_an_error_not_an_advantage():
     rows = [row(0, 1.0, [-1.0], [-1.0]), row(0, 0.0, [-1.0], [-1.0])]
     rows[0]["ref_log_prob"] = torch.tensor([0.0, -math.inf])
     with pytest.raises(ValueError, match="infinity"):
-        kl_in_reward(rows, coeff=0.1)
+        kl_in_reward(rows, coeff=0.1, advantage=group_advantages)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fakes import kept_log_softmax, tiny_gpt2, tiny_qwen3
 from tensordict import lazy_stack
+from tensordict.nn import TensorDictModuleBase
 
 from torchrl_asyncgrpo import FlatPacker, GRPOLoss, RolloutScorer, TreeActor, TreePacker, make_rollout
 
@@ -136,3 +137,15 @@ def test_rollouts_of_one_id_are_refused():
 def test_unknown_key():
     with pytest.raises(ValueError, match="key='sample_log_prob'.*'proximal_log_prob' or 'ref_log_prob'"):
         RolloutScorer(TreeActor(tiny_qwen3()), TreePacker(), key="sample_log_prob")
+
+
+def test_a_policy_without_parameters_scores_too():
+    class Table(TensorDictModuleBase):
+        in_keys, out_keys = [("node", "input_ids")], [("node", "log_prob"), ("node", "entropy")]
+
+        def forward(self, batch):
+            batch["node", "log_prob"] = batch["node", "entropy"] = -batch["node", "input_ids"].float()
+            return batch
+
+    (row, *_) = RolloutScorer(Table(), TreePacker(), key="ref_log_prob")(rollouts(kept=False))
+    assert row["ref_log_prob"].tolist() == [0.0, -1.0, -2.0, -3.0, -1.0]

@@ -199,8 +199,14 @@ VARIANTS = {
 
 
 def objective(name, actor, anchor, **options):
-    """The objective of a variant, token-mean by default; the anchor goes to those that have none of their own."""
+    """The objective of a variant, token-mean by default; the anchor goes to those that have none of their own.
+
+    Objectives with one term per rollout refuse to choose tokens: they go without ``top_entropy``, here and in
+    ``window``.
+    """
     variant = VARIANTS[name]
+    if variant.sequence and 0 < options.get("top_entropy", 1) < 1:
+        options = options | {"top_entropy": 1.0}
     options = {"aggregation": "token-mean"} | options | ({} if variant.anchor else {"anchor": anchor})
     return make_objective(variant.name, actor, **variant.options, **options)
 
@@ -309,7 +315,7 @@ def window(
         }[aggregation]()
         terms, metrics = variant.term(row)
         count(metrics)
-        factors = [float(kept) for kept in top(row.entropy, top_entropy)]
+        factors = [float(kept) for kept in top(row.entropy, 1.0 if variant.sequence else top_entropy)]
         trainer = row.new if anchor == "sample" else row.anchor
         gaps = [number(p) - q for p, q in zip(trainer, row.sample, strict=True)]
         for correct in corrections:

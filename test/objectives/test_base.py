@@ -62,6 +62,25 @@ def test_unknown_anchor():
         GRPOLoss(PathActor([[0]]), anchor="old")
 
 
+@pytest.mark.parametrize(("name", "options"), [("gspo", {}), ("gmpo", {})])
+def test_a_term_per_rollout_cannot_choose_tokens(name, options):
+    with pytest.raises(ValueError, match="top_entropy=0.5 with .*one term per rollout.*level='token'"):
+        make_objective(name, PathActor([[0]]), top_entropy=0.5, **options)
+    make_objective("gspo", PathActor([[0]]), top_entropy=0.5, level="token")
+
+
+def test_the_unbiased_kl_refuses_kept_sets():
+    rollout = make_rollout(
+        [0, 1], [0, 1], [0.0, -0.5], group_id=0, ref_log_prob=[0.0, -1.0], sampling_mask=[None, [1, 2]]
+    )
+    (batch,) = TreePacker()([rollout])
+    batch["entry", "log_kept"] = torch.tensor([-0.1])
+    actor = PathActor([rollout])
+    GRPOLoss(actor, kl_to_ref_coeff=0.1)(batch)
+    with pytest.raises(ValueError, match="unbiased.*kept.*'k2' or 'k3'"):
+        GRPOLoss(actor, kl_to_ref_coeff=0.1, kl_estimator="unbiased")(batch)
+
+
 @pytest.mark.parametrize("clip_epsilon", [1.0, -0.2, (1.0, 0.2), (0.2, -0.1), math.nan])
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "dual_clip_ppo", "decoupled_ppo"])
 def test_bad_clip_widths_are_refused_by_every_objective_that_clips(name, clip_epsilon):

@@ -41,7 +41,8 @@ def options_of(variant, draw):
         top_entropy=draw(st.sampled_from([0.3, 1.0])),
     )
     anchor = draw(st.sampled_from(["sample", "proximal", "current"]))
-    corrections = [] if variant.anchor else MASKS + (WEIGHTS if anchor != "sample" else [])
+    weights = WEIGHTS[: 1 if variant.sequence else 2]  # a term of a whole rollout has no weight of a token
+    corrections = [] if variant.anchor else MASKS + (weights if anchor != "sample" else [])
     return anchor, options | ({"correction": corrections} if corrections else {})
 
 

@@ -19,6 +19,7 @@ from torchrl_asyncgrpo import (
     TreePacker,
     make_replay_buffer,
 )
+from torchrl_asyncgrpo.data.advantages import group_advantages
 from torchrl_asyncgrpo.data.group_filters import DropFlatGroups
 from torchrl_asyncgrpo.data.window_advantages import batch_normalised, batch_scaled, kl_in_reward
 from torchrl_asyncgrpo.trainers.kl_control import AdaptiveKLControl
@@ -127,8 +128,8 @@ def test_filtered_runs_of_both_kinds_are_equal_bit_for_bit(run):
     [
         batch_scaled,
         batch_normalised,
-        lambda rollouts: kl_in_reward(rollouts, coeff=0.1),
-        lambda rollouts: batch_normalised(kl_in_reward(rollouts, coeff=0.1)),
+        lambda rollouts: kl_in_reward(rollouts, coeff=0.1, advantage=group_advantages),
+        lambda rollouts: batch_normalised(kl_in_reward(rollouts, coeff=0.1, advantage=group_advantages)),
     ],
     ids=["batch_scaled", "batch_normalised", "kl_in_reward", "composed"],
 )

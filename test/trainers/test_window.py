@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tensordict import lazy_stack
+from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_asyncgrpo import TreePacker, make_replay_buffer, make_rollout
 from torchrl_asyncgrpo.trainers.window import WindowReader
@@ -120,3 +121,24 @@ def test_state_is_the_item_under_way(tmp_path):
     resumed.end_item()
     assert not resumed.interrupted
     assert resumed.state_dict() == empty
+
+
+def test_what_is_written_onto_a_drawn_rollout_does_not_come_back_with_another_draw():
+    """A plain torchrl buffer hands its rollouts out again; epochs of one item share what was written."""
+    buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4, collate_fn=lambda rows: rows)
+    buffer.extend(group(0) + group(1))
+
+    def scored(rollouts):
+        for rollout in rollouts:
+            assert ("proximal_log_prob" in rollout.keys()) == (reader.epoch > 0)
+            rollout["proximal_log_prob"] = torch.zeros(3)
+        return TreePacker()(rollouts)
+
+    reader = WindowReader(buffer, scored, groups=4, blocking=False, device=None)
+    for _ in range(2):
+        for epoch in range(2):
+            reader.begin_epoch(epoch)
+            reader.pack(reader.draw(None))
+            finish(reader, release=False)
+        reader.end_item()
+    assert all("proximal_log_prob" not in rollout.keys() for rollout in buffer[:].unbind(0))

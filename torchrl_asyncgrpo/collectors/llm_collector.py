@@ -60,11 +60,11 @@ class AsyncLLMCollector(BaseCollector):
         groups_per_step: groups of one optimizer step, >= 1.
         replay_buffer: where groups go; a ``make_replay_buffer`` buffer for ``start()``.
         max_staleness: policy versions that collection may run ahead by, >= 0; 0 is on-policy.
-        reward_weights: one factor per reward function.
+        reward_weights: one factor per reward function, for their sum.
         advantage: rewards of a group [G], NaN where unscored, to advantages: [G] numbers, or for each rollout a number
             or one value per token of its completion.
         advantage_per_reward: give ``advantage`` the rewards [G, K] of every function, NaN where it did not score,
-            instead of their weighted sums, which remain the ``reward`` of the rollouts.
+            not weighted, instead of their weighted sums, which remain the ``reward`` of the rollouts.
         mask_truncated: leave completions that ended for lack of room out of the loss.
         seed: seed of sampling; group ``g`` draws from a stream derived from ``(seed, g)``.
 

@@ -162,7 +162,7 @@ def gdpo_advantages(
             "the collector with advantage_per_reward=True."
         )
     K = rewards_GK.shape[1]
-    weight_K = torch.ones(K) if weights_K is None else torch.as_tensor(weights_K, dtype=torch.float64)
+    weight_K = torch.as_tensor([1.0] * K if weights_K is None else weights_K, dtype=torch.float64).to(rewards_GK.device)
     if weight_K.shape != (K,) or not weight_K.isfinite().all():
         raise ValueError(f"weights={weight_K.tolist()} for {K} reward functions; give one finite number each.")
     advantage_GK = torch.stack([_normalised(rewards_GK[:, k], scale, eps) for k in range(K)], 1) * weight_K
@@ -255,7 +255,7 @@ def make_estimator(name: str, *, group_size: int | None = None, **options: Any) 
 
 def _of_survivors(estimator: Estimator, group_size: int, rewards_G: Tensor) -> Tensor:
     """Advantages of those of a group that were sampled: the others count as not scored."""
-    failed = torch.full((max(0, group_size - len(rewards_G)),), math.nan, dtype=torch.float64)
+    failed = torch.full((max(0, group_size - len(rewards_G)),), math.nan, dtype=torch.float64, device=rewards_G.device)
     return estimator(torch.cat([rewards_G.double(), failed]))[: len(rewards_G)]
 
 

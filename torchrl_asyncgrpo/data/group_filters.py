@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_asyncgrpo.data import schema
-from torchrl_asyncgrpo.data.advantages import group_advantages
 
 
 class GroupFilter(Transform):
@@ -140,8 +139,8 @@ class KeepInformative(GroupFilter):
     Args:
         keep: rollouts of a group that stay, >= 2; groups that are no larger are left as they are. Rollouts that were
             not scored go first.
-        advantage: rewards of the rollouts that stay, [keep], to one advantage each, as in the collector; None leaves
-            the advantages within the whole group, for an ``advantage`` that needs more than the rewards.
+        advantage: rewards of the rollouts that stay, [keep], to their advantages: what the collector was given, such as
+            ``group_advantages``; None leaves the advantages within the whole group, and those of tokens or turns.
 
     Raises:
         ValueError: if ``keep`` is below 2.
@@ -149,7 +148,7 @@ class KeepInformative(GroupFilter):
 
     reason = "uninformative"
 
-    def __init__(self, keep: int, advantage: Callable[[Tensor], Tensor] | None = group_advantages) -> None:
+    def __init__(self, keep: int, advantage: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
         if keep < 2:
             raise ValueError(f"keep={keep}; rewards differ within 2 or more rollouts.")

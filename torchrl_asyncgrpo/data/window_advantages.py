@@ -77,7 +77,7 @@ def kl_in_reward(
     rollouts: Iterable[TensorDictBase],
     *,
     coeff: float,
-    advantage: Callable[[Tensor], Tensor] = group_advantages,
+    advantage: Callable[[Tensor], Tensor],
     estimator: RewardKL = "k1",
 ) -> list[TensorDictBase]:
     """Take the divergence of the sampler from the reference off the rewards, and set the advantages anew.
@@ -91,7 +91,9 @@ def kl_in_reward(
     Args:
         rollouts: those of a window, in whole groups, with ``ref_log_prob``.
         coeff: weight of the divergence, in rewards per nat, finite and >= 0.
-        advantage: rewards of a group [G] to advantages [G], as in the collector.
+        advantage: rewards of a group [G] to advantages [G]: what the collector was given, such as
+            ``group_advantages``. Rollouts without a trained token, whose divergence is unknown, count as not scored,
+            and have the advantage 0.
         estimator: ``"k1"``, ``"k2"`` or ``"k3"``. Where top-p, top-k or min-p cut the sampler's distribution, the
             divergence is that of the cut one.
 
@@ -109,12 +111,14 @@ def kl_in_reward(
         raise ValueError(f"estimator={estimator!r} is unknown; choose one of {known}.")
     rollouts = list(rollouts)
     kl_S = torch.stack([_kl(rollout, estimator) for rollout in rollouts])
-    penalised_S, group_id_S = _rewards(rollouts) - coeff * kl_S, _group_ids(rollouts)
+    trained_S = torch.stack([rollout[schema.LOSS_MASK].any() for rollout in rollouts])
+    penalised_S = (_rewards(rollouts) - coeff * kl_S).masked_fill(~trained_S, math.nan)
+    group_id_S = _group_ids(rollouts)
     advantage_S = torch.empty_like(penalised_S)
     for group_id in group_id_S.unique():
         of_group_S = group_id_S == group_id
         advantage_S[of_group_S] = torch.as_tensor(advantage(penalised_S[of_group_S])).to(advantage_S)
-    return _with_advantages(rollouts, advantage_S)
+    return _with_advantages(rollouts, advantage_S.masked_fill(~trained_S, 0.0))
 
 
 def _kl(rollout: TensorDictBase, estimator: RewardKL) -> Tensor:

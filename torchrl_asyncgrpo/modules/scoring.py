@@ -83,8 +83,9 @@ class RolloutScorer:
 
     def _score(self, batch: TreeBatch, scores: dict[int, Tensor]) -> None:
         """Write the log-probs of a micro-batch into the scores [N] of its rollouts."""
-        device = next(self.actor.parameters()).device
-        batch = batch.to(device)
+        parameter = next(self.actor.parameters(), None)  # a policy that is a table or a service has none
+        batch = batch if parameter is None else batch.to(parameter.device)
+        device = batch[schema.NODE_PARENT].device
         with torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext():
             self.actor(batch)
         log_prob_L = batch[schema.NODE_LOG_PROB][batch[schema.ENTRY_NODE]]

@@ -17,7 +17,11 @@ from torchrl.objectives.common import LossModule
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.objectives import functional
-from torchrl_asyncgrpo.objectives.corrections import Correction
+from torchrl_asyncgrpo.objectives.corrections import (
+    Correction,
+    MaskedImportanceSampling,
+    TruncatedImportanceSampling,
+)
 from torchrl_asyncgrpo.objectives.entries import Entries
 from torchrl_asyncgrpo.objectives.kl import KLEstimator, check_estimator, kl_term
 from torchrl_asyncgrpo.objectives.load_balance import LoadBalanceScope, check_scope, load_balance_terms
@@ -87,11 +91,13 @@ class PolicyLoss(LossModule):
     Returns of ``forward``: a ``TensorDict`` of scalars. ``loss_objective``, and ``loss_entropy``, ``loss_kl_to_ref``,
     ``loss_load_balance`` where their coefficient is above 0, carry the gradient. ``entropy``, ``kl_to_ref`` (nats),
     ``kl_approx`` (nats), ``ratio``, ``ratio_squared``, those of the objective (``term_metrics``) and of the corrections
-    are shares of means over the window's trained tokens and add up over micro-batches; ``ESS`` in (0, 1] is formed from
-    them (``functional.reduce_window``).
+    are shares of means over the window's trained tokens and add up over micro-batches, ``load_balance`` of one over its
+    rollouts; ``ESS`` in (0, 1] is formed from them (``functional.reduce_window``). With corrections come
+    ``mismatch_ratio``, ``mismatch_k1`` and ``mismatch_k3`` (``functional.mismatch_values``).
 
     Raises:
         ValueError: if an argument is out of range, or a correction does not go with the anchor.
+        ValueError: in ``forward``, if ``kl_estimator="unbiased"`` meets kept sets.
         KeyError: in ``forward``, if the batch lacks a key that an argument asks for, or if it has kept sets and the
             actor ignored them.
     """
@@ -179,6 +185,21 @@ class PolicyLoss(LossModule):
                 "step per window) or 'proximal', or a correction that only masks (SequenceRejection)."
             )
 
+    def _check_one_term_per_rollout(self) -> None:
+        """Raise ``ValueError`` for options that choose or weigh tokens where a rollout has one term for all of them."""
+        if self.top_entropy < 1:
+            raise ValueError(
+                f"top_entropy={self.top_entropy} with {type(self).__name__}, whose one term per rollout trains all of "
+                "its tokens, chosen or not; use a token-level objective (GRPOLoss, GSPOLoss(level='token'))."
+            )
+        weighing = (TruncatedImportanceSampling, MaskedImportanceSampling)
+        by_token = [type(c).__name__ for c in self.corrections if isinstance(c, weighing) and c.level == "token"]
+        if by_token:
+            raise ValueError(
+                f"{', '.join(by_token)} at level='token' with {type(self).__name__}, whose one term per rollout trains "
+                "all of its tokens alike; use level='sequence', or a token-level objective (GSPOLoss(level='token'))."
+            )
+
     @abstractmethod
     def policy_term(self, entries: Entries) -> Tensor:
         """Loss term of every entry, before weighting.
@@ -257,6 +278,12 @@ class PolicyLoss(LossModule):
         if self.entropy_coeff > 0:
             output["loss_entropy"] = -self.entropy_coeff * (weight_L * entropy_L).sum()
         if self.kl_to_ref_coeff > 0:
+            if self.kl_estimator == "unbiased" and batch.get(keys.kept_entry, None) is not None:
+                raise ValueError(
+                    f"kl_estimator='unbiased' with {keys.kept_entry} in the batch: its ratio would be that of the "
+                    "whole vocabulary to what top-p, top-k or min-p kept, below 1 for equal policies. Sample from the "
+                    "whole vocabulary, or use 'k2' or 'k3'."
+                )
             ref_log_prob_L = self._needed(
                 batch,
                 keys.ref_log_prob,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from typing_extensions import Unpack
@@ -62,7 +64,11 @@ class CISPOLoss(PolicyLoss):
         **options: Unpack[PolicyOptions],
     ) -> None:
         super().__init__(actor_network, **options)
-        functional.check_clip_epsilon((0.0 if epsilon_low is None else epsilon_low, epsilon_high))
+        if not 0 <= epsilon_high < math.inf or not 0 <= (epsilon_low or 0.0) < 1:
+            raise ValueError(
+                f"epsilon_low={epsilon_low}, epsilon_high={epsilon_high}; the low width lies in [0, 1) or is None for "
+                "no lower bound, the high one is finite and >= 0, such as 0.28."
+            )
         self.epsilon_low = None if epsilon_low is None else float(epsilon_low)
         self.epsilon_high = float(epsilon_high)
 

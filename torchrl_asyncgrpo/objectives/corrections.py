@@ -54,7 +54,8 @@ class TruncatedImportanceSampling:
     product of their ratios, which leaves the gradient unbiased where the cap does not bind, at a high variance.
 
     Args:
-        cap: highest weight, > 0; None does not truncate: full importance sampling.
+        cap: highest weight, > 0; None does not truncate: full importance sampling, up to the
+            e^20 at which every ratio ends.
         level: ``"token"`` or ``"sequence"``.
 
     Metrics: ``tis_truncated``, the share of tokens whose ratio was above the cap; ``tis_weight``, the mean weight.

@@ -86,6 +86,8 @@ class DecoupledPPOLoss(GRPOLoss):
                 f"{', '.join(sorted(taken))} given to DecoupledPPOLoss, which sets its own; use GRPOLoss with "
                 "anchor='proximal' to choose the correction."
             )
+        if behaviour_cap is not None and not behaviour_cap > 0:
+            raise ValueError(f"behaviour_cap={behaviour_cap}; the highest weight is above 0, or None for no limit.")
         options |= {"anchor": "proximal", "correction": TruncatedImportanceSampling(behaviour_cap)}
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **options)
         self.proximal: Proximal = proximal

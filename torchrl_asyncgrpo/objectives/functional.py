@@ -147,8 +147,8 @@ def check_aggregation(aggregation: str, constant: float | None) -> None:
             f"aggregation={aggregation!r} with constant={constant}; 'constant' needs constant=C (for example the most "
             "tokens of a completion), the other aggregations take none."
         )
-    if constant is not None and not constant > 0:
-        raise ValueError(f"constant={constant}; it divides the loss and must be above 0.")
+    if constant is not None and not 0 < constant < math.inf:
+        raise ValueError(f"constant={constant}; it divides the loss and must be finite and above 0.")
 
 
 def ratio_values(log_ratio_L: Tensor) -> dict[str, Tensor]:

@@ -62,7 +62,8 @@ class GMPOLoss(PolicyLoss):
     Metrics of its own: ``clip_fraction_low`` and ``clip_fraction_high``, shares of tokens whose gradient the clip took.
 
     Raises:
-        ValueError: if an argument is out of range; in ``forward``, if a rollout has several advantages.
+        ValueError: if an argument is out of range or chooses tokens; in ``forward``, if a rollout has several
+            advantages.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class GMPOLoss(PolicyLoss):
                 "pair."
             )
         self.clip_epsilon_low, self.clip_epsilon_high = map(float, widths)
+        self._check_one_term_per_rollout()
 
     def policy_term(self, entries: Entries) -> Tensor:
         """The term of every entry's rollout, [L]."""

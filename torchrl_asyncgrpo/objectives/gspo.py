@@ -54,8 +54,8 @@ class GSPOLoss(PolicyLoss):
     Metrics of its own: ``clip_fraction_low`` and ``clip_fraction_high``, shares of tokens in clipped rollouts.
 
     Raises:
-        ValueError: if an argument is out of range; in ``forward``, if a rollout has several advantages at level
-            ``"sequence"``.
+        ValueError: if an argument is out of range; at level ``"sequence"``, if one chooses tokens, or in ``forward`` if
+            a rollout has several advantages.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class GSPOLoss(PolicyLoss):
         if level not in get_args(GSPOLevel):
             raise ValueError(f"level={level!r}; choose one of {', '.join(map(repr, get_args(GSPOLevel)))}.")
         self.level: GSPOLevel = level
+        if level == "sequence":
+            self._check_one_term_per_rollout()
 
     def policy_term(self, entries: Entries) -> Tensor:
         """The clipped surrogate of every entry's rollout, [L]."""

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from torchrl_asyncgrpo.objectives.functional import MAX_LOG_RATIO, bounded_exp, k3_kl
+from torchrl_asyncgrpo.objectives.functional import bounded_exp, k3_kl
 
 KLEstimator = Literal["k1", "k2", "k3", "unbiased"]
 
@@ -43,7 +43,7 @@ def kl_term(log_prob_L: Tensor, ref_log_prob_L: Tensor, sample_log_prob_L: Tenso
     if estimator == "k1":
         return difference_L
     if estimator == "k2":
-        return difference_L.clamp(-(MAX_LOG_RATIO**2), MAX_LOG_RATIO**2).square() / 2
+        return difference_L.square() / 2
     kl_L = k3_kl(log_prob_L, ref_log_prob_L)
     return kl_L if estimator == "k3" else bounded_exp(log_prob_L - sample_log_prob_L) * kl_L
 

@@ -21,7 +21,9 @@ def load_balance_terms(
     *,
     scope: LoadBalanceScope = "rollout",
 ) -> Tensor:
-    """Load-balancing loss E · Σ_e f_e · P_e: how unevenly tokens are spread over experts, 1 · k where they are even.
+    """Load-balancing loss E · Σ_e f_e · P_e: how unevenly tokens are spread over experts, k where they are even.
+
+    Layers are pooled before the product, so that imbalances of two layers can cancel.
 
     f_e is the share of token slots that went to expert e and P_e its mean probability, both over all tokens and layers:
     Switch Transformers, arXiv:2101.03961, eq. 4-6, with top-k as in transformers' ``load_balancing_loss_func``. A token
@@ -33,9 +35,10 @@ def load_balance_terms(
         subtree_end_T: [T] int64, end of each node's subtree; nodes are in depth-first pre-order.
         leaf_S: [S] int64, the node that each rollout ends at.
         experts_per_token: k, experts that a token is sent to.
-        scope: ``"rollout"``: f and P are over the tokens of one rollout, as in DeepSeek-V3, arXiv:2412.19437, eq. 17;
-            does not depend on how a window is packed. ``"micro-batch"``: over the tokens of all rollouts, which equals
-            transformers' loss on their rows; a product of means, and so different for every split of a window.
+        scope: ``"rollout"``: f and P are over the tokens of one rollout, the scope of DeepSeek-V3, arXiv:2412.19437,
+            section 2.1.2; does not depend on how a window is packed. ``"micro-batch"``: over the tokens of all
+            rollouts, which equals transformers' loss on their rows; a product of means, and so different for every
+            split of a window.
 
     Returns:
         [S] float64, the term of every rollout; with ``"micro-batch"`` the same one.
@@ -47,7 +50,7 @@ def load_balance_terms(
     if experts_per_token > experts:
         raise ValueError(f"experts_per_token={experts_per_token} and the routers have {experts} experts.")
     chosen_TYk = router_logits_TYE.topk(experts_per_token, dim=-1).indices
-    used_TE = torch.zeros_like(router_logits_TYE, dtype=torch.float64).scatter_(-1, chosen_TYk, 1.0).mean(1)
+    used_TE = torch.zeros_like(router_logits_TYE, dtype=torch.float32).scatter_(-1, chosen_TYk, 1.0).mean(1)
     prob_TE = router_logits_TYE.softmax(-1, dtype=torch.promote_types(router_logits_TYE.dtype, torch.float32)).mean(1)
     used_SE, prob_SE = (path_sums(value.double(), subtree_end_T)[leaf_S] for value in (used_TE, prob_TE))
     length_S = path_sums(torch.ones_like(used_TE[:, :1]), subtree_end_T)[leaf_S]

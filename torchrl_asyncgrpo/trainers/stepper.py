@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 from torchrl.trainers import MixedPrecisionOptimizationStepper
@@ -65,24 +65,24 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             sub_batch: [K] lazy stack of micro-batches.
 
         Returns:
-            Loss and metrics of the window, and ``grad_norm`` before clipping where the optimizer stepped.
+            Loss and metrics of the window, and ``grad_norm`` before clipping; nothing for a window that was skipped.
         """
         self.optimizer.zero_grad(set_to_none=True)
         outputs: list[TensorDictBase] = []
         micro_batches = sub_batch.unbind(0)
         if not any(int(batch[schema.WINDOW_NUM_ENTRIES]) for batch in micro_batches):
-            return self._skip(outputs, "the window trains no token")
+            return self._skip("the window trains no token")
         for micro_batch in micro_batches:
             output, loss = self._loss(trainer, micro_batch)
             outputs.append(output)
             if not torch.isfinite(loss):
-                return self._skip(outputs, f"the loss of a micro-batch is {float(loss.detach())}")
+                return self._skip(f"the loss of a micro-batch is {float(loss.detach())}")
             self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)
         grad_norm = self._clip()
         if not math.isfinite(grad_norm):
             self.scaler.update()
-            return self._skip(outputs, f"the gradient norm is {grad_norm}")
+            return self._skip(f"the gradient norm is {grad_norm}")
         trainer.pre_optim()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -118,8 +118,8 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
             return float(nn.utils.clip_grad_norm_(params, self.clip_norm))
         return float(nn.utils.get_total_norm([p.grad for p in params]))
 
-    def _skip(self, outputs: list[TensorDictBase], reason: str) -> TensorDictBase:
+    def _skip(self, reason: str) -> TensorDictBase:
         self._skipped_nonfinite_steps += 1
         torchrl_logger.warning(f"Skipped an optimizer step, {self._skipped_nonfinite_steps} so far: {reason}.")
         self.optimizer.zero_grad(set_to_none=True)
-        return reduce_window(outputs)
+        return TensorDict({}, batch_size=[])  # shares of some micro-batches are no metrics of a window

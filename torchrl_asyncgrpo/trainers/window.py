@@ -108,8 +108,11 @@ class WindowReader(TrainerHookBase):
         try:
             with self.phase("wait"), self.waiting():
                 if isinstance(buffer, GroupReplayBuffer):
-                    return list(buffer.sample(self.groups, release=False).unbind(0))
-                return list(buffer.sample(self.groups).unbind(0))
+                    rollouts = buffer.sample(self.groups, release=False)
+                else:
+                    rollouts = buffer.sample(self.groups)
+            # of copies, so that what a step before packing writes onto them does not come back with another draw
+            return [rollout.copy() for rollout in rollouts.unbind(0)]
         except StopIteration:
             self.exhausted = True
             raise

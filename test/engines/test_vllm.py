@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +27,7 @@ from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 pytestmark = pytest.mark.vllm
 
 END_IDS = [0, 7]
-LENGTH = 700
+LENGTH = 1500
 LONG = SamplingParams(max_tokens=LENGTH, n=3, seed=1, ignore_eos=True)
 
 
@@ -78,9 +79,26 @@ def client(server):
         yield client
 
 
-def metric(client, name):
+def metric(client, name, label=""):
     lines = client.get("/metrics").text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{") and label in line)
+
+
+def sampled_tokens(client):
+    return metric(client, "vllm:generation_tokens_total")
+
+
+def settled(client):
+    """Tokens sampled by a paused server, when its front has caught up with what the engine behind it had done."""
+    totals = [-1.0, sampled_tokens(client)]
+    while totals[-1] != totals[-2]:
+        time.sleep(0.3)
+        totals.append(sampled_tokens(client))
+    return totals[-1]
+
+
+def ended_requests(client):
+    return metric(client, "http_requests_total", 'handler="/inference/v1/generate"')
 
 
 def pause(client, mode="keep"):
@@ -101,11 +119,11 @@ def push(client, version, mode="keep"):
 async def ask_and_pause(client, engine, prompts):
     """The tasks of one group per prompt, with the server paused in the middle of all of them."""
     while True:
-        before = metric(client, "generation_tokens_total")
+        before = sampled_tokens(client)
         groups = [asyncio.ensure_future(engine.generate(prompt, LONG)) for prompt in prompts]
-        await asyncio.to_thread(wait_until, lambda: metric(client, "generation_tokens_total") > before + 20)  # noqa: B023
+        await asyncio.to_thread(wait_until, lambda: sampled_tokens(client) > before + 20)  # noqa: B023
         await asyncio.to_thread(pause, client)
-        if metric(client, "generation_tokens_total") < before + LONG.n * LENGTH:
+        if settled(client) < before + LONG.n * LENGTH:
             return groups
         resume(client)  # a busy machine may look too late
         await asyncio.gather(*groups)
@@ -213,19 +231,20 @@ def test_push_that_aborts_requests_is_followed_by_the_rest_of_them(client, engin
 def test_cancelled_request_ends_on_the_server(client, engine):
     async def cancelled():
         (task,) = await ask_and_pause(client, engine, [[1]])
-        totals = [metric(client, "generation_tokens_total")]
+        totals, ended = [sampled_tokens(client)], ended_requests(client)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert wait_until(lambda: ended_requests(client) == ended + 1)
         await asyncio.to_thread(resume, client)
         for _ in range(2):  # beside a request that ran on, this one would not be alone
             await engine.generate([1], SamplingParams(max_tokens=100, ignore_eos=True))
-            totals.append(metric(client, "generation_tokens_total"))
+            totals.append(sampled_tokens(client))
         return totals
 
     at_pause, first, second = asyncio.run(cancelled())
     assert second - first == 100
-    assert second < at_pause + 200 + LENGTH // 2
+    assert second < at_pause + 200 + 20  # none, or what a step takes
 
 
 def test_several_loops_and_engines_sample_at_once(make_engine):
@@ -242,19 +261,19 @@ def test_several_loops_and_engines_sample_at_once(make_engine):
 
 
 def test_server_that_is_frozen_is_noticed_and_waited_for(server, client, make_engine):
-    engine = make_engine(hang_timeout=1.5, poll_interval=0.05)
+    engine = make_engine(hang_timeout=3.0, poll_interval=0.05)
 
     def freeze():
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            assert wait_until(lambda: engine.counters["retries"] == 2)
+            assert wait_until(lambda: engine.counters["retries"] >= 2)
         finally:
             os.kill(server.pid, signal.SIGCONT)
             resume(client)
 
     groups = in_the_middle(client, engine, freeze, prompts=[(1,), (2,)])
     assert [[len(c.token_ids) for c in group] for group in groups] == [[LENGTH] * 3] * 2
-    assert (engine.counters["retries"], engine.counters["recoveries"]) == (2, 1)
+    assert engine.counters["recoveries"] >= 1  # more where a busy machine is slow to answer, too
 
 
 @pytest.fixture(scope="module")

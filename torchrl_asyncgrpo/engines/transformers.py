@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_asyncgrpo.adapters import is_plain, keep_bits, plain_copy, unwrapped
+from torchrl_asyncgrpo.data.end_tokens import end_token_ids
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
 from torchrl_asyncgrpo.engines.group_attention import GROUP_ATTENTION
@@ -36,11 +38,11 @@ class TransformersEngine:
     loop may be used, and several over time.
 
     Args:
-        model: causal language model. It is never modified: the engine works on a copy of its modules, in eval mode and
-            with its own attention function.
-        copy_weights: True gives the engine its own parameters. False shares the model's own (``shares_weights``): no
-            pushes are needed and none is accepted, but no step may run while they are being written, and they may only
-            be written in place.
+        model: causal language model, or peft's wrapper around one. It is never modified: the engine works on a copy of
+            its modules, in eval mode and with its own attention function.
+        copy_weights: True gives the engine its own parameters, with adapters merged into them and quantised ones
+            written out. False shares the model's own (``shares_weights``), adapters and all: no pushes are needed and
+            none is accepted, but no step may run while they are being written, and they may only be written in place.
         max_length: most tokens of prompt and completion together; None is the model's own limit.
         seed: seed of the requests that bring none; each gets its own, derived from ``seed``, how many came before, and
             its prompt. None seeds from the operating system.
@@ -51,17 +53,19 @@ class TransformersEngine:
         shares_weights: True when the parameters are the trainer's own.
 
     Raises:
-        ValueError: if the model has layers or attention that it cannot decode exactly, or no known ``max_length``.
+        ValueError: if the model has layers or attention that it cannot decode exactly, an adapter that cannot be merged
+            (``copy_weights=True``), or no known ``max_length``.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         *,
         copy_weights: bool = True,
         max_length: int | None = None,
         seed: int | None = None,
     ) -> None:
+        model = unwrapped(model)
         _check_model(model)
         self.policy_version = 0
         self.max_length = _max_length(model, max_length)
@@ -69,7 +73,7 @@ class TransformersEngine:
         self._model = _decoding_copy(model, copy_weights)
         self._device = next(self._model.parameters()).device
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
-        self._end_ids = _end_ids(model)
+        self._end_ids = end_token_ids(model)
         self._weights = WeightSlots(self._model, shared=self.shares_weights)
         self._seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
         self._seedless_requests = 0
@@ -292,15 +296,15 @@ def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
     return asked
 
 
-def _end_ids(model: PreTrainedModel) -> frozenset[int]:
-    end = model.generation_config.eos_token_id
-    return frozenset([end] if isinstance(end, int) else end or ())
-
-
 def _decoding_copy(model: PreTrainedModel, copy_weights: bool) -> PreTrainedModel:
     """The modules of ``model`` in eval mode with the engine's attention; tensors are its own, or those of ``model``."""
-    tensors = [*model.parameters(), *model.buffers()]
-    own: PreTrainedModel = copy.deepcopy(model, {} if copy_weights else {id(tensor): tensor for tensor in tensors})
+    own: PreTrainedModel
+    if copy_weights and not is_plain(model):
+        own = plain_copy(model)
+    else:
+        tensors = [*model.parameters(), *model.buffers()]
+        own = copy.deepcopy(model, {} if copy_weights else {id(tensor): tensor for tensor in tensors})
+        keep_bits(own)
     own.config._attn_implementation = GROUP_ATTENTION
     use_onednn(own)
     if copy_weights:

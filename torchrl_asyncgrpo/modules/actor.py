@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -11,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from torchrl_asyncgrpo.adapters import check_adapters, has_quantized_layers, keep_bits, leave_out_of_state, unwrapped
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.kernels.heap import release_free_pages
 from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
@@ -32,8 +34,9 @@ class TreeActor(TensorDictModuleBase):
     vocabulary. These keys come and go with the sampler, so ``in_keys`` and ``out_keys`` do not list them.
 
     Args:
-        model: a ``transformers`` causal language model. Its attention is switched to a tree backend; without a tree
-            batch it goes on working as before, ``generate`` included.
+        model: a ``transformers`` causal language model, or peft's wrapper around one. Its attention is switched to a
+            tree backend; without a tree batch it goes on working as before, ``generate`` included. Adapters on its
+            output head, and prompt learning, are refused.
         temperature: sampling temperature of the log-probs and entropies, > 0; the engine's must be the same.
         attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; ``"auto"`` picks by device.
         chunk_size: predicting positions per chunk of logits, >= 1; by default what fits 32 MB (CPU) or 1 GB.
@@ -91,20 +94,28 @@ class TreeActor(TensorDictModuleBase):
             attention: the backend given to the constructor.
 
         Returns:
-            The module that ``forward`` calls.
+            The module that ``forward`` calls: the model inside, where peft wraps one.
         """
+        model = unwrapped(model)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"model is a {type(model).__name__}; TreeActor runs a transformers causal language model "
-                "(AutoModelForCausalLM), not a wrapper around one. Override TreeActor.prepare for another kind of "
-                "policy."
+                "(AutoModelForCausalLM), bare or in a PeftModel. Override TreeActor.prepare for another kind of policy."
             )
-        self.attention = install(model, attention)
+        check_adapters(model)
+        keep_bits(model)
+        if has_quantized_layers(model):
+            leave_out_of_state(self)
+        self.attention = self.install_attention(model, attention)
         self.transform = head_transform(model, self.temperature)
         if self.router_logits and model.device.type != "meta":
             _check_routers(model)
         use_onednn(model)
         return model
+
+    def install_attention(self, model: PreTrainedModel, attention: str) -> str:
+        """Give the model attention over the trie; returns the backend's name."""
+        return install(model, attention)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``node.log_prob`` and ``node.entropy``, [T] nats, of every node that an entry points at (else 0).
@@ -167,16 +178,20 @@ class TreeActor(TensorDictModuleBase):
 
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
         """Final hidden states of all nodes, [T, D], as the head reads them; writes ``node.router_logits`` if asked."""
-        layout = TreeLayout(
-            tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END], tensordict[schema.NODE_PARENT]
-        )
         options = {"output_router_logits": True} if self.router_logits else {}
         output = self.model.base_model(
-            input_ids=tensordict[schema.NODE_INPUT_IDS][None], **layout.model_inputs(), **options
+            input_ids=tensordict[schema.NODE_INPUT_IDS][None], **self.model_inputs(tensordict), **options
         )
         if self.router_logits:
             tensordict[schema.NODE_ROUTER_LOGITS] = torch.stack(output.router_logits, 1)
         return output.last_hidden_state[0]
+
+    def model_inputs(self, tensordict: TensorDictBase) -> dict[str, Any]:
+        """Keyword arguments beside ``input_ids`` that run the model over the batch."""
+        layout = TreeLayout(
+            tensordict[schema.NODE_POSITION_IDS], tensordict[schema.NODE_SUBTREE_END], tensordict[schema.NODE_PARENT]
+        )
+        return layout.model_inputs()
 
 
 def trained_nodes(entry_node_L: Tensor, parent_T: Tensor) -> tuple[Tensor, Tensor]:

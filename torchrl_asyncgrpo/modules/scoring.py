@@ -1,4 +1,4 @@
-"""Log-probs of a window's tokens under a further policy, written onto the rollouts before they are packed."""
+"""Log-probs of trained tokens under a further policy, written onto rollouts or onto tree batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,33 @@ from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.schema import TreeBatch
 
 
+@torch.no_grad()
+def entry_log_prob(
+    actor: TensorDictModuleBase, batch: TensorDictBase, *, within_kept: bool, autocast_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Log-prob of every entry of a tree batch under an actor, in one forward without gradient.
+
+    Args:
+        actor: the policy to score with.
+        batch: a ``TreeBatch`` on the actor's device; nothing is written on it.
+        within_kept: of the distribution within the sampler's kept sets where the batch has some; else of the whole
+            vocabulary.
+        autocast_dtype: run the forward under autocast; None for not.
+
+    Returns:
+        [L] nats, float32.
+    """
+    scored = batch.copy()
+    if not within_kept:
+        scored.pop("kept", None)
+    device = batch[schema.NODE_INPUT_IDS].device
+    with torch.autocast(device.type, autocast_dtype) if autocast_dtype else nullcontext():
+        actor(scored)
+    log_prob_L = scored[schema.NODE_LOG_PROB][scored[schema.ENTRY_NODE]]
+    log_kept_L = scored.get(schema.ENTRY_LOG_KEPT, None) if within_kept else None
+    return (log_prob_L if log_kept_L is None else log_prob_L - log_kept_L).float()
+
+
 class RolloutScorer:
     """Score the trained tokens of a window under a policy, in one forward without gradient per micro-batch.
 
@@ -24,7 +51,7 @@ class RolloutScorer:
         >>> trainer = AsyncGRPOTrainer(packer=lambda rollouts: packer(score(rollouts)), ...)
 
     Rollouts that have the key already are left as they are, so that several optimizer steps on one window share the
-    scores of the first.
+    scores of the first. For a reference, ``ReferenceLogProbs`` does the same on micro-batches that are packed already.
 
     Args:
         actor: the policy to score with, usually a ``TreeActor``: the one that is trained for
@@ -85,19 +112,15 @@ class RolloutScorer:
         """Write the log-probs of a micro-batch into the scores [N] of its rollouts."""
         parameter = next(self.actor.parameters(), None)  # a policy that is a table or a service has none
         batch = batch if parameter is None else batch.to(parameter.device)
-        device = batch[schema.NODE_PARENT].device
-        with torch.autocast(device.type, self.autocast_dtype) if self.autocast_dtype else nullcontext():
-            self.actor(batch)
-        log_prob_L = batch[schema.NODE_LOG_PROB][batch[schema.ENTRY_NODE]]
-        log_kept_L = batch.get(schema.ENTRY_LOG_KEPT, None)
-        if log_kept_L is not None and self.key == schema.PROXIMAL_LOG_PROB:
-            log_prob_L = log_prob_L - log_kept_L
+        log_prob_L = entry_log_prob(
+            self.actor, batch, within_kept=self.key == schema.PROXIMAL_LOG_PROB, autocast_dtype=self.autocast_dtype
+        )
         position_L = batch[schema.NODE_POSITION_IDS][batch[schema.ENTRY_NODE]]
         lengths = batch[schema.ROLLOUT_LENGTH].tolist()
         for rollout_id, position_l, log_prob_l in zip(
             batch[schema.ROLLOUT_ROLLOUT_ID].tolist(),
             position_L.cpu().split(lengths),
-            log_prob_L.float().cpu().split(lengths),
+            log_prob_L.cpu().split(lengths),
             strict=True,
         ):
             scores[rollout_id][position_l] = log_prob_l

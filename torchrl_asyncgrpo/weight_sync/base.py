@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
+
+from torchrl_asyncgrpo.adapters import ServedWeights
 
 
 class WeightSyncSender(abc.ABC):
@@ -18,7 +19,11 @@ class WeightSyncSender(abc.ABC):
     one only when the engine confirmed the whole push; a push that fails raises, and the next one starts clean.
 
     Args:
-        module: whose weights are sent. They are read when they are sent, and never written.
+        module: whose weights are sent; a ``PeftModel``'s adapter is sent merged into its base. They are read when they
+            are sent, and never written.
+
+    Raises:
+        ValueError: if the module has an adapter that cannot be merged.
 
     Attributes:
         next_version: version of the next push; None for one more than the last. A resumed run sets it, so that
@@ -30,6 +35,7 @@ class WeightSyncSender(abc.ABC):
     engine_may_restart = False
 
     def __init__(self, module: nn.Module) -> None:
+        ServedWeights(module)  # raises where they cannot be sent
         self.module = module
         self.next_version: int | None = None
         self.counters: Counter[str] = Counter()
@@ -107,9 +113,13 @@ class WeightSyncSender(abc.ABC):
         """Whether the engine is up and no longer holds the last confirmed push, because it was restarted."""
         return False
 
-    @torch.no_grad()
+    def weights(self) -> Mapping[str, Tensor]:
+        """Parameters and persistent buffers under the names of the base checkpoint, tied ones once.
+
+        What adapters add and what quantised layers stand for is computed when a tensor is asked for.
+        """
+        return ServedWeights(self.module)
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the module's parameters and persistent buffers under their own names, tied ones once."""
-        persistent = self.module.state_dict(keep_vars=True).keys()
-        yield from self.module.named_parameters()
-        yield from ((name, buffer) for name, buffer in self.module.named_buffers() if name in persistent)
+        """Yield what :meth:`weights` holds, one tensor at a time."""
+        yield from self.weights().items()

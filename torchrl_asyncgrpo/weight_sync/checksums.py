@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -24,11 +24,17 @@ _EXPERT_PROJECTIONS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 # vLLM pads the rows of an embedding to a multiple of this, with zeros
 VOCABULARY_PADDING = 64
 _KEY = re.compile(r"dp(\d+):pp(\d+):pcp(\d+):tp(\d+):(.+)")
-_NOTHING = hashlib.sha256(b"").hexdigest()
+# Of a layer on a CPU, whose weights vLLM has packed in a form of its own
+NOTHING = hashlib.sha256(b"").hexdigest()
 
 
 def compare_checksums(
-    weights: Mapping[str, Tensor], checksums: Mapping[str, str], dtype: torch.dtype, *, strict: bool = True
+    weights: Mapping[str, Tensor],
+    checksums: Mapping[str, str],
+    dtype: torch.dtype,
+    *,
+    strict: bool = True,
+    unchecked: Collection[str] = (),
 ) -> None:
     """Compare what a server holds with what it should hold.
 
@@ -40,6 +46,7 @@ def compare_checksums(
         checksums: SHA-256 of each parameter of each worker, of vLLM's ``/weight_checker``.
         dtype: that the server keeps floating point in.
         strict: raise, rather than warn, where some cannot be compared because the server renamed or quantised them.
+        unchecked: names of tensors that need not be found.
 
     Raises:
         ValueError: naming the first tensors that differ, or that cannot be compared.
@@ -50,7 +57,7 @@ def compare_checksums(
     differing = [key for key, (state, _) in zip(checksums, results, strict=True) if state == "differs"]
     unknown = [key for key, (state, _) in zip(checksums, results, strict=True) if state == "unknown"]
     found = {part for _, parts in results for part in parts}
-    missing = sorted(set(weights) - found)
+    missing = sorted(set(weights) - found - set(unchecked))
     if differing:
         raise ValueError(
             f"the server's {differing[0]} and {len(differing) - 1} more of {len(checksums)} parameters are not "
@@ -73,7 +80,7 @@ def _check(
     """Whether one of the server's parameters is what it should be, and the tensors that it consists of."""
     rank, name = _parts(key)
     sources = [source for source in _sources(name, weights) if all(part in weights for part in source)]
-    if not sources or digest == _NOTHING:
+    if not sources or digest == NOTHING:
         return "unknown", set()
     parts = {part for source in sources for part in source}
     for source in sources:

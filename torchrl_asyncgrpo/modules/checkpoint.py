@@ -1,0 +1,182 @@
+"""From a name or a directory to a causal language model: of the right class, checked before any weight is read."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from torchrl_asyncgrpo.data.pretrained import resolve_model
+from torchrl_asyncgrpo.modules.tree_attention.features import BACKENDS, check_features
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+TREE = "tree_"
+# Arguments of from_pretrained that decide how weights are kept, and not what the configuration says
+_NOT_OF_THE_CONFIG = ("quantization_config", "device_map")
+
+
+def load_model(
+    model: str | os.PathLike[str],
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    *,
+    attention: str | None = "auto",
+) -> PreTrainedModel:
+    """Load a causal language model that tree attention can serve, of the class that its configuration names.
+
+    Args:
+        model: the name of a model on the hub, or a directory.
+        model_init_kwargs: arguments of ``from_pretrained``; not changed. An explicit dtype wins over the
+            checkpoint's, and the device map is None under several processes.
+        attention: the tree backend that is going to be installed, whatever ``attn_implementation`` says; None for the
+            attention that it says, unchecked.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        ValueError: naming the field: an unknown dtype or argument, a revision of a directory, a model without a
+            language-model head, or one that no tree attention serves; before any weight is read.
+        OSError: if there is no such model or revision.
+    """
+    check_attention(attention)
+    given = model_init_kwargs or {}
+    kwargs = {name: copy.deepcopy(value) if isinstance(value, dict) else value for name, value in given.items()}
+    if attention is not None:
+        kwargs.pop("attn_implementation", None)
+    path = resolve_model(model)
+    _check_source(path, kwargs)
+    dtype = _pop_dtype(kwargs)
+    if several_processes() and kwargs.get("device_map") is not None:
+        warnings.warn(
+            f"device_map={kwargs['device_map']!r} is ignored under several processes, each of which holds the model on "
+            "its own device.",
+            stacklevel=3,
+        )
+        kwargs["device_map"] = None
+    try:
+        config = _load_config(path, kwargs)
+        architecture = _architecture(path, config, kwargs)
+        if attention is not None:
+            _check_features(path, architecture, config, attention)
+        return architecture.from_pretrained(path, dtype=dtype, **kwargs)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in kwargs:
+            raise
+        raise ValueError(
+            f"model_init_kwargs has {unknown[1]!r}, which neither from_pretrained nor the configuration of {path!r} "
+            "takes; check its spelling, or leave it out."
+        ) from error
+    except OSError as error:
+        revision = kwargs.get("revision")
+        named = f"model={os.fspath(model)!r}" + ("" if revision is None else f", revision={revision!r}")
+        raise OSError(f"{named} cannot be loaded: {error}") from error
+
+
+def as_dtype(dtype: str | torch.dtype | None) -> Any:
+    """``"auto"``, or the torch dtype of that name; None is ``"auto"``.
+
+    Raises:
+        ValueError: if there is no such dtype, or weights cannot be trained in it.
+    """
+    if dtype is None or dtype == "auto":
+        return "auto"
+    name = str(dtype).removeprefix("torch.")
+    for known in DTYPES:
+        if name == str(known).removeprefix("torch."):
+            return known
+    names = ", ".join(repr(str(known).removeprefix("torch.")) for known in DTYPES)
+    raise ValueError(f"dtype={dtype!r}; weights are trained in one of {names}, or 'auto' for the checkpoint's own.")
+
+
+def check_attention(attention: str | None) -> None:
+    """Raise ``ValueError`` unless ``attention`` is a tree backend, ``"auto"`` or None."""
+    if attention not in (None, "auto", *BACKENDS):
+        raise ValueError(f"attention={attention!r}; choose 'auto', {str(BACKENDS)[1:-1]}.")
+
+
+def several_processes() -> bool:
+    """Whether this process is one of those of a distributed run."""
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return initialized or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def no_head(what: str) -> str:
+    """The message for a model that gives no log-probs."""
+    return (
+        f"{what} has no language-model head, without which there are no log-probs; give a model for causal language "
+        "modelling (...ForCausalLM)."
+    )
+
+
+def _pop_dtype(kwargs: dict[str, Any]) -> Any:
+    dtype, legacy = (as_dtype(kwargs.pop(name, None)) for name in ("dtype", "torch_dtype"))
+    if "auto" not in (dtype, legacy) and dtype != legacy:
+        raise ValueError(f"dtype={dtype} and torch_dtype={legacy}; give dtype alone.")
+    return legacy if dtype == "auto" else dtype
+
+
+def _check_source(path: str, kwargs: Mapping[str, Any]) -> None:
+    if not Path(path).is_dir():
+        return
+    revision = kwargs.get("revision")
+    if revision not in (None, "main"):
+        raise ValueError(
+            f"revision={revision!r} and model={path!r}, a directory, which has no revisions; leave it out."
+        )
+    folder = Path(path) / (kwargs.get("subfolder") or "")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"model={path!r} holds an adapter without its base; load the base, put the adapter on it with peft's "
+            "PeftModel.from_pretrained(base, directory, is_trainable=True), and pass that as an instance."
+        )
+
+
+def _load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+    if isinstance(config := kwargs.get("config"), PreTrainedConfig):
+        return config
+    others = {name: value for name, value in kwargs.items() if name not in _NOT_OF_THE_CONFIG}
+    return AutoConfig.from_pretrained(path, return_unused_kwargs=True, **others)[0]
+
+
+def _architecture(path: str, config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> Any:
+    """The class that the configuration names, which must be one of a language model."""
+    own_code = kwargs.get("trust_remote_code") and "AutoModelForCausalLM" in _auto_map(config)
+    if own_code or not config.architectures:
+        return AutoModelForCausalLM
+    where = f"architectures={config.architectures} in the configuration of {path!r}"
+    architecture = getattr(transformers, config.architectures[0], None)
+    if architecture is None:
+        raise ValueError(
+            f"{where} is none of transformers {transformers.__version__}; pass trust_remote_code=True if the model "
+            "brings its own code."
+        )
+    if not architecture.can_generate():
+        raise ValueError(no_head(where))
+    return architecture
+
+
+def _check_features(path: str, architecture: Any, config: PreTrainedConfig, attention: str) -> None:
+    """Find what tree attention cannot serve on a model without weights."""
+    if _auto_map(config):
+        return  # its code is not here yet; load_policy looks at the model
+    build = architecture.from_config if architecture is AutoModelForCausalLM else architecture._from_config
+    with torch.device("meta"):
+        model = build(copy.deepcopy(config)).eval()
+    try:
+        check_features(model, "reference" if attention == "auto" else attention)
+    except ValueError as error:
+        raise ValueError(f"model={path!r} cannot be trained over prefix trees: {error}") from error
+
+
+def _auto_map(config: PreTrainedConfig) -> Mapping[str, Any]:
+    """The classes of a model's own code."""
+    return vars(config).get("auto_map") or {}

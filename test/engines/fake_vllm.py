@@ -41,6 +41,8 @@ class FakeVLLM:
         self.bodies = []
         self.headers = []
         self.paths = []
+        self.posts = []  # (path, body) of all but generate requests
+        self.post_answers = {}  # (status, content) by path
         self.empty_request = (400, {"error": {"message": "token_ids: Field required"}})
         self.connections = 0
         self.sequences = self.most_sequences = 0
@@ -153,7 +155,8 @@ class FakeVLLM:
     def _post(self, handler):
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])) or b"null")
         if not handler.path.startswith("/inference/v1/generate"):
-            self._send(handler, 200, {"status": handler.path})
+            self.posts.append((handler.path, body))
+            self._send(handler, *self.post_answers.get(handler.path, (200, {"status": handler.path})))
             return
         if not body:
             self._send(handler, *self.empty_request)

@@ -110,6 +110,36 @@ def test_adapter_is_not_taken_for_the_model(fake, http):
     assert http.describe().model == base["id"]
 
 
+def test_adapters_are_listed_loaded_and_unloaded_by_their_version(fake, http):
+    data = fake.routes["/v1/models"]["data"]
+    data += [{"id": name, "max_model_len": None, "parent": "policy"} for name in ("policy-v12", "other", "policy-v3")]
+    assert http.adapters() == [3, 12]
+    fake.post_answers = {f"/v1/{verb}_lora_adapter": (200, b"Success: not JSON") for verb in ("load", "unload")}
+    http.load_adapter(13, "/a/b")
+    http.unload_adapter(3)
+    assert fake.posts == [
+        ("/v1/load_lora_adapter", {"lora_name": "policy-v13", "lora_path": "/a/b"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "policy-v3"}),
+    ]
+    fake.post_answers["/v1/unload_lora_adapter"] = (404, {"error": {"message": "cannot be found"}})
+    http.unload_adapter(3)
+    for status, error in ((404, RequestRefused), (400, RequestRefused), (500, ServerFailed)):
+        fake.post_answers["/v1/load_lora_adapter"] = (status, {"error": {"message": "no such path"}})
+        with pytest.raises(error, match=f"answered {status}: no such path"):
+            http.load_adapter(14, "/a/c")
+    fake.post_answers["/v1/unload_lora_adapter"] = (400, {"error": {"message": "no name"}})
+    with pytest.raises(RequestRefused, match="no name"):
+        http.unload_adapter(3)
+
+
+def test_whether_adapters_are_taken_is_described(fake, http):
+    assert http.describe().has_adapter_routes
+    fake.post_answers["/v1/load_lora_adapter"] = (404, {"detail": "Not Found"})
+    assert not http.describe().has_adapter_routes
+    fake.post_answers["/v1/load_lora_adapter"] = (400, {"error": {"message": "lora_name: Field required"}})
+    assert http.describe().has_adapter_routes
+
+
 def test_versions_before_the_first_push_after_it_and_of_another_trainer(fake, http):
     assert http.weight_version() == 0
     fake.version = "57"

@@ -260,6 +260,14 @@ def test_the_users_own_settings_of_threads_stay(standin, monkeypatch):
     assert "--weight-transfer-config" not in flags
 
 
+def test_a_server_of_adapters_is_started_with_room_for_them(standin):
+    flags, environment = flags_and_environment(standin(SAY_ALL, backend=None, max_loras=3, max_lora_rank=6))
+    assert flags[flags.index("--enable-lora") :][:5] == ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "8"]
+    assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    with pytest.raises(ValueError, match="max_loras=3 with backend='shm'"):
+        standin(SAY_ALL, max_loras=3)
+
+
 def test_the_error_has_the_cause_though_it_is_far_up_in_the_log(standin, tmp_path):
     (tmp_path / "log").write_text("OldError: of an earlier server\n")
     program = """

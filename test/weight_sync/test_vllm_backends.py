@@ -9,7 +9,7 @@ from push_tools import own_log_probs, perturb, sample
 from safetensors.torch import load_file
 
 from torchrl_asyncgrpo import VLLMEngine, VLLMWeightSyncSender
-from torchrl_asyncgrpo.engines.vllm_http import ServerDescription
+from torchrl_asyncgrpo.engines.vllm_description import ServerDescription
 from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 
 pytestmark = pytest.mark.vllm

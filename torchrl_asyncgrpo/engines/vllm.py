@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.loop_thread import LoopThread, Places, gather_or_cancel
-from torchrl_asyncgrpo.engines.vllm_answer import joined, read_answer, request_body, stream_seed
-from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerDescription, ServerFailed, ServerHung
+from torchrl_asyncgrpo.engines.vllm_answer import joined, naming, read_answer, request_body, stream_seed
+from torchrl_asyncgrpo.engines.vllm_description import ServerDescription
+from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, RequestRefused, ServerFailed, ServerHung
 from torchrl_asyncgrpo.engines.vllm_watch import OUTAGES, ServerWatch
 
 # Of one request in a row; a prompt that brings the server down each time is not asked for ever.
@@ -29,8 +30,10 @@ class VLLMEngine:
     server is down, hangs, or was restarted and has not been given current weights yet, all requests wait, and are asked
     again when it is back: a call to :meth:`generate` returns ``params.n`` completions or raises, never fewer or more.
 
-    The engine has no part in pushing weights. It runs in a thread and an event loop of its own, so that any event loop
-    may use it, and several over time.
+    The engine has no part in pushing weights. Where the server serves adapters of policy versions
+    (``VLLMAdapterSyncSender``), each request names the newest one that the server lists, and keeps it to its end.
+
+    It runs in a thread and an event loop of its own, so that any event loop may use it, and several over time.
 
     Args:
         url: the server's root, such as ``"http://localhost:8000"``.
@@ -95,6 +98,7 @@ class VLLMEngine:
         self._places = Places(max_concurrency)
         self._watch = ServerWatch(
             self._http,
+            adapters=self.server.adapters is not None,
             restart_timeout=restart_timeout,
             poll_interval=poll_interval,
             hang_timeout=hang_timeout,
@@ -249,10 +253,17 @@ class VLLMEngine:
             known = self._watch.policy_version
             self.counters["requests"] += 1
             try:
-                answer = await self._watch.generate(body, self._request_timeout)
-                completions = read_answer(answer, n, with_mask=not params.keeps_whole_vocabulary)
+                adapter = await self._watch.newest_adapter()
+                answer = await self._watch.generate(naming(body, adapter), self._request_timeout)
+                completions = read_answer(
+                    answer, n, with_mask=not params.keeps_whole_vocabulary, adapter_version=adapter
+                )
             except OUTAGES as error:
                 failure: Exception = error
+            except RequestRefused as refused:
+                if adapter is None or refused.status != 404:
+                    raise
+                failure = refused  # unloaded, or lost, before the request was there
             else:
                 versions = [version for completion in completions for version in completion.policy_versions]
                 if min(versions, default=known) >= known:

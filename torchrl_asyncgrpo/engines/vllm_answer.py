@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
+from torchrl_asyncgrpo.engines.vllm_description import adapter_name
 from torchrl_asyncgrpo.engines.vllm_http import ServerFailed, parse_version
 
 # What vLLM reports for a log-prob that it has not: it stands for -inf, NaN and a missing one alike
@@ -43,13 +44,22 @@ def request_body(prompt_ids: Sequence[int], params: SamplingParams, *, n: int, m
     return {"token_ids": list(prompt_ids), "sampling_params": sampling}
 
 
-def read_answer(answer: Mapping[str, Any], n: int, *, with_mask: bool) -> list[Completion]:
+def naming(body: Mapping[str, Any], adapter: int | None) -> Mapping[str, Any]:
+    """A request's body that names the adapter of a policy version; None for the model without one."""
+    return body if adapter is None else {**body, "model": adapter_name(adapter)}
+
+
+def read_answer(
+    answer: Mapping[str, Any], n: int, *, with_mask: bool, adapter_version: int | None = None
+) -> list[Completion]:
     """The ``n`` completions of an answer, or what there is of them where it was aborted.
 
     Args:
         answer: the JSON object.
         n: completions asked for.
         with_mask: the distribution was truncated, so that each token needs the ids that were kept.
+        adapter_version: of the adapter that the request named: the version of all its tokens, whatever vLLM says of
+            the weights below the adapter.
 
     Raises:
         ServerFailed: if this is no answer to the request.
@@ -59,7 +69,7 @@ def read_answer(answer: Mapping[str, Any], n: int, *, with_mask: bool) -> list[C
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
             raise ServerFailed(f"the server answered {len(choices)} of {n} completions.")
-        return [_completion(choice, with_mask) for choice in choices]
+        return [_completion(choice, with_mask, adapter_version) for choice in choices]
     except (KeyError, TypeError, AttributeError) as error:
         raise ServerFailed(
             f"the server's answer is not what vLLM says it is: {error!r} in {str(answer)[:300]}"
@@ -78,7 +88,7 @@ def joined(start: Completion, rest: Completion) -> Completion:
     )
 
 
-def _completion(choice: Mapping[str, Any], with_mask: bool) -> Completion:
+def _completion(choice: Mapping[str, Any], with_mask: bool, adapter_version: int | None) -> Completion:
     token_ids: list[int] = choice["token_ids"] or []
     reason = choice["finish_reason"]
     if reason not in _FINISH:
@@ -93,7 +103,11 @@ def _completion(choice: Mapping[str, Any], with_mask: bool) -> Completion:
     return Completion(
         token_ids=token_ids,
         log_probs=_log_probs(choice.get("logprobs"), token_ids),
-        policy_versions=_versions(choice.get("weight_versions"), len(token_ids)),
+        policy_versions=(
+            _versions(choice.get("weight_versions"), len(token_ids))
+            if adapter_version is None
+            else [adapter_version] * len(token_ids)
+        ),
         finish_reason=_FINISH[reason],
         sampling_mask=mask if with_mask else None,
     )

@@ -6,10 +6,16 @@ import asyncio
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
+
+from torchrl_asyncgrpo.engines.vllm_description import (
+    ServerDescription,
+    adapter_name,
+    adapter_versions,
+    configured,
+)
 
 # Of one TCP connection; a host that drops packets answers a connect with nothing at all.
 CONNECT_TIMEOUT = 10.0
@@ -43,43 +49,6 @@ class RequestRefused(ValueError):  # noqa: N818 - says what happened
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True)
-class ServerDescription:
-    """What a server says of itself; None where it does not tell, because it runs without VLLM_SERVER_DEV_MODE=1.
-
-    Args:
-        model: name under which the model is served.
-        root: directory or hub name that the weights were read from.
-        max_model_len: most tokens of prompt and completion together.
-        has_weight_routes: the routes that pause and push weights are open.
-        has_generate_route: token-in, token-out generation is open.
-        vllm_version: release of vLLM.
-        dtype: ``"float32"``, ``"bfloat16"``, ...: of the served weights.
-        logprobs_mode: what reported log-probs are of; ``"processed_logprobs"`` is the sampling distribution.
-        returns_sampling_mask: answers carry the ids that top-p, top-k and min-p kept.
-        max_num_seqs: most sequences decoded at once.
-        transfer_backend: weight-transfer backend; None also where the server was started without one.
-        world_size: processes that hold weights, data parallel ones included.
-        device: ``"cpu"``, ``"cuda"``, ...
-        chunks_prefill: long prompts are read in several steps.
-    """
-
-    model: str
-    root: str
-    max_model_len: int
-    has_weight_routes: bool
-    has_generate_route: bool
-    vllm_version: str | None = None
-    dtype: str | None = None
-    logprobs_mode: str | None = None
-    returns_sampling_mask: bool = False
-    max_num_seqs: int | None = None
-    transfer_backend: str | None = None
-    world_size: int | None = None
-    device: str | None = None
-    chunks_prefill: bool | None = None
 
 
 def parse_version(name: str) -> int:
@@ -171,24 +140,17 @@ class VLLMHTTP:
         """
         model = self._model(timeout)
         config, info = self._configuration(timeout)
-        model_config: Mapping[str, Any] = config.get("model_config", {})
-        scheduler: Mapping[str, Any] = config.get("scheduler_config", {})
         return ServerDescription(
             model=model["id"],
             root=model.get("root") or model["id"],
             max_model_len=model["max_model_len"],
             has_weight_routes=self._has_route("GET", "/weight_info", {404}, timeout),
-            # Refuses the empty request before it generates anything; closed, it answers 403, and older ones 404.
+            # They refuse the empty request before they do anything; closed, one answers 403, and older ones 404.
             has_generate_route=self._has_route("POST", "/inference/v1/generate", {403, 404, 405}, timeout),
+            has_adapter_routes=self._has_route("POST", "/v1/load_lora_adapter", {403, 404, 405}, timeout),
             vllm_version=info.get("version"),
-            dtype=str(model_config["dtype"]).removeprefix("torch.") if "dtype" in model_config else None,
-            logprobs_mode=model_config.get("logprobs_mode"),
-            returns_sampling_mask=bool(model_config.get("return_sampling_mask")),
-            max_num_seqs=scheduler.get("max_num_seqs"),
-            transfer_backend=(config.get("weight_transfer_config") or {}).get("backend"),
             world_size=self._optional("/get_world_size", timeout=timeout).get("world_size"),
-            device=config.get("device_config", {}).get("device"),
-            chunks_prefill=scheduler.get("enable_chunked_prefill"),
+            **configured(config),
         )
 
     def weight_version(self, *, timeout: float | None = None) -> int:
@@ -222,6 +184,31 @@ class VLLMHTTP:
         answer = self._call("POST", "/weight_checker", body={"action": "checksum"}, timeout=timeout)
         return dict(answer["checksums"])
 
+    def adapters(self, *, timeout: float | None = None) -> list[int]:
+        """Policy versions whose adapters requests may name, oldest first."""
+        return adapter_versions(self._call("GET", "/v1/models", timeout=timeout)["data"])
+
+    def load_adapter(self, version: int, directory: str, *, timeout: float | None = None) -> None:
+        """Have every worker read the adapter of a policy version; from the answer on requests may name it.
+
+        Args:
+            version: none that is loaded.
+            directory: of ``adapter_model.safetensors`` and ``adapter_config.json``, as the server sees it. vLLM reads
+                them again, and dies if it cannot, for a request whose adapter had to make room for another.
+            timeout: seconds.
+        """
+        body = {"lora_name": adapter_name(version), "lora_path": directory}
+        self._call("POST", "/v1/load_lora_adapter", body=body, timeout=timeout, tells_nothing=True)
+
+    def unload_adapter(self, version: int, *, timeout: float | None = None) -> None:
+        """Let no further request name an adapter; those that did keep it. No error where there is none."""
+        body = {"lora_name": adapter_name(version)}
+        try:
+            self._call("POST", "/v1/unload_lora_adapter", body=body, timeout=timeout, tells_nothing=True)
+        except RequestRefused as refused:
+            if refused.status != 404:
+                raise
+
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> Any:
         """Answer of a POST to any route, for vLLM's own weight-transfer client."""
         return self._call("POST", path, body=body, timeout=timeout)
@@ -250,6 +237,11 @@ class VLLMHTTP:
         """Version of the weights of a server that is alive, asked of the very process that decodes."""
         await self.check_health(timeout)
         return parse_version((await self._call_async("GET", "/weight_info", timeout=timeout))["weight_version"])
+
+    async def newest_adapter(self, timeout: float) -> int | None:
+        """Newest policy version whose adapter requests may name; None without any."""
+        models = (await self._call_async("GET", "/v1/models", timeout=timeout))["data"]
+        return max(adapter_versions(models), default=None)
 
     async def aclose(self) -> None:
         """Close the connections of the coroutines; call it in their event loop."""
@@ -300,7 +292,9 @@ class VLLMHTTP:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        tells_nothing: bool = False,
     ) -> Any:
+        """The JSON of an answer; with ``tells_nothing``, whatever it holds is not looked at."""
         seconds = self.timeout if timeout is None else timeout
         with self._opening:
             if self._client is None:
@@ -312,7 +306,7 @@ class VLLMHTTP:
             response = client.request(method, self.url + path, params=query, json=body, timeout=_httpx_timeout(seconds))
         except httpx.RequestError as error:
             raise self._lost(error, method, path, seconds) from error
-        return self._answer(response, method, path)
+        return self._answer(response, method, path, tells_nothing)
 
     async def _call_async(
         self, method: str, path: str, *, body: Mapping[str, Any] | None = None, timeout: float
@@ -336,13 +330,13 @@ class VLLMHTTP:
             return ServerHung(f"{call}: no answer within {seconds:g} s ({type(error).__name__}).")
         return ServerUnreachable(f"{call}: {str(error) or type(error).__name__}.")
 
-    def _answer(self, response: httpx.Response, method: str, path: str) -> Any:
+    def _answer(self, response: httpx.Response, method: str, path: str, tells_nothing: bool = False) -> Any:
         call = f"{method} {self.url}{path}"
         if response.status_code >= 500:
             raise ServerFailed(f"{call} answered {response.status_code}: {_message(response)}")
         if not response.is_success:
             raise RequestRefused(f"{call} answered {response.status_code}: {_message(response)}", response.status_code)
-        if not response.content:
+        if tells_nothing or not response.content:
             return {}
         try:
             return response.json()

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import http.client
 import importlib.metadata
-import json
 import logging
 import os
 import re
@@ -26,6 +25,7 @@ from tqdm import tqdm
 
 from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.engines.process_guard import GuardedProcess
+from torchrl_asyncgrpo.engines.vllm_flags import adapter_flags, check_adapters, flags_for_training, server_environment
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -52,6 +52,9 @@ class VLLMServer:
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``: what the installed vLLM was built for.
         kv_cache_gib: memory for keys and values in GiB, > 0. On a CPU only: on a GPU it is what
             ``options=["--gpu-memory-utilization", "0.5"]`` leaves.
+        max_loras: adapters that may be in use at once, >= 1: ``max_staleness + 2`` for a ``VLLMAdapterSyncSender``, and
+            ``backend=None``, since vLLM takes no other weights then; None for a server without adapters.
+        max_lora_rank: highest rank of an adapter, 1 to 512; what vLLM reserves is the next of 1, 8, 16, 32, 64, ...
         max_restarts: how often the server is started again after it died, >= 0. It then serves the weights of
             ``model`` again, under the version that vLLM calls ``"default"``.
         startup_timeout: seconds within which a server that was started must answer, > 0.
@@ -77,6 +80,8 @@ class VLLMServer:
         log_file: str | Path | None = None,
         device: str = "auto",
         kv_cache_gib: float = 1.0,
+        max_loras: int | None = None,
+        max_lora_rank: int = 16,
         max_restarts: int = 0,
         startup_timeout: float = 300.0,
         options: Sequence[str] = (),
@@ -92,15 +97,19 @@ class VLLMServer:
             raise ValueError(f"max_restarts={max_restarts}; it must be at least 0.")
         if not kv_cache_gib > 0 or not startup_timeout > 0:
             raise ValueError(f"kv_cache_gib={kv_cache_gib}, startup_timeout={startup_timeout}; both must be above 0.")
+        check_adapters(backend, max_loras, max_lora_rank)
         if isinstance(options, str):
             raise ValueError(f"options={options!r}; give a list, one string a word: {options.split()}.")
         model = resolve_model(model)
         on_cpu = _resolve_device(device) == "cpu"
 
         flags = ["--model", model, "--served-model-name", served_model_name, "--dtype", dtype, "--host", host]
-        self._flags = flags + _flags(backend, max_model_len, kv_cache_gib if on_cpu else None)
+        flags += flags_for_training(backend, max_model_len, kv_cache_gib if on_cpu else None)
+        self._flags = flags + ([] if max_loras is None else adapter_flags(max_loras, max_lora_rank))
         self._options = [str(option) for option in options]
-        self._environment = _environment(on_cpu, os.path.isdir(model), backend) | dict(environment or {})
+        self._environment = server_environment(
+            backend, on_cpu=on_cpu, is_directory=os.path.isdir(model), adapters=max_loras is not None
+        ) | dict(environment or {})
         self._host, self._wanted_port = host, port
         self._max_restarts, self._startup_timeout = max_restarts, startup_timeout
 
@@ -294,33 +303,6 @@ def _resolve_device(device: str) -> str:
     )
 
 
-def _flags(backend: str | None, max_model_len: int | None, cpu_cache_gib: float | None) -> list[str]:
-    # Log-probs at the sampling temperature of what was sampled, and none of the model's own sampling defaults.
-    flags = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"]
-    flags += ["--disable-uvicorn-access-log"]
-    if max_model_len is not None:
-        flags += ["--max-model-len", str(max_model_len)]
-    if backend is not None:
-        flags += ["--weight-transfer-config", json.dumps({"backend": backend})]
-    if cpu_cache_gib is not None:
-        flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(cpu_cache_gib * 2**30))]
-        flags += ["--no-enable-chunked-prefill"]  # vLLM 0.32 dies of a seeded request that it prefills in parts
-    return flags
-
-
-def _environment(on_cpu: bool, is_directory: bool, backend: str | None) -> dict[str, str]:
-    environment = {"VLLM_NO_USAGE_STATS": "1"} | os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
-    if is_directory:
-        environment["HF_HUB_OFFLINE"] = "1"
-    if backend == "ipc":  # its handles travel pickled
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if on_cpu:
-        # The trainer has the same cores: threads that spin while they wait would take them from it.
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
-        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over --kv-cache-memory-bytes
-    return environment
-
-
 def _reserve(host: str, port: int | None) -> socket.socket:
     """Hold a port without listening on it.
 
@@ -357,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="directory, name on the hub, or smollm2-135m-instruct")
-    parser.add_argument("--backend", default="shm", help="how weights arrive: shm, nccl, ipc, sparse_nccl")
+    parser.add_argument("--backend", default="shm", help="how weights arrive: shm, nccl, ipc, sparse_nccl; none")
     parser.add_argument("--dtype", default="float32", help="precision of the served weights")
     parser.add_argument("--max-model-len", type=int, help="most tokens of prompt and completion; else the model's own")
     parser.add_argument("--port", type=int, help="port to listen on; else a free one")
@@ -366,10 +348,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-file", help="file that vLLM's output is appended to; else a temporary one")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: what vLLM was built for")
     parser.add_argument("--kv-cache-gib", type=float, default=1.0, help="memory for keys and values, on a CPU")
+    parser.add_argument("--max-loras", type=int, help="adapters in use at once, max_staleness + 2; else none are taken")
+    parser.add_argument("--max-lora-rank", type=int, default=16, help="highest rank of an adapter")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often it is started again after it died")
     parser.add_argument("--startup-timeout", type=float, default=300.0, help="seconds within which it must answer")
     parser.add_argument("options", nargs="*", help=argparse.SUPPRESS)
     keywords = vars(parser.parse_args(arguments))
+    if keywords["backend"] == "none":
+        keywords["backend"] = None
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

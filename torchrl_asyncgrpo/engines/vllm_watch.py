@@ -20,11 +20,13 @@ OUTAGES = (ServerUnreachable, ServerHung, ServerFailed)
 class ServerWatch:
     """Send requests to a server, notice when it is gone, and wait until it is back. Belongs to one event loop.
 
-    A server that was started again holds the weights of its checkpoint. It is back when its weight version is no older
-    than the newest one seen, which it becomes when the trainer's sender pushes again.
+    A server that was started again holds the weights of its checkpoint, and no adapters. It is back when the version of
+    its weights, or of its newest adapter, is no older than the newest one seen, which it becomes when the trainer's
+    sender pushes again.
 
     Args:
         http: the server.
+        adapters: the server serves adapters.
         restart_timeout: seconds to wait for a server that is down, and again for its weights.
         poll_interval: seconds between two looks.
         hang_timeout: seconds after which a server that answers nothing is given up, with all its requests.
@@ -38,6 +40,7 @@ class ServerWatch:
         self,
         http: VLLMHTTP,
         *,
+        adapters: bool,
         restart_timeout: float,
         poll_interval: float,
         hang_timeout: float,
@@ -47,6 +50,7 @@ class ServerWatch:
         self._looked = False
         self._looking = asyncio.Lock()
         self._http = http
+        self._adapters = adapters
         self._restart_timeout = restart_timeout
         self._poll_interval = poll_interval
         self._hang_timeout = hang_timeout
@@ -67,8 +71,12 @@ class ServerWatch:
         async with self._looking:  # requests go on in the order in which they came
             if not self._looked:
                 with contextlib.suppress(*OUTAGES):  # the request itself runs into it, and waits
-                    self.saw(await self._http.probe(_PROBE_TIMEOUT))
+                    self.saw(await self._version())
                     self._looked = True
+
+    async def newest_adapter(self) -> int | None:
+        """Version of the adapter that a request names, to be answered under the newest weights; None for no adapter."""
+        return await self._http.newest_adapter(self._hang_timeout) if self._adapters else None
 
     async def generate(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """Answer of one generation request; raises within ``hang_timeout`` when the server is gone."""
@@ -102,6 +110,12 @@ class ServerWatch:
         """
         return await asyncio.shield(self._begin_recovery(None))
 
+    async def _version(self) -> int:
+        """Version of the newest weights of a server that is alive."""
+        version = await self._http.probe(_PROBE_TIMEOUT)
+        adapter = await self._http.newest_adapter(_PROBE_TIMEOUT) if self._adapters else None
+        return version if adapter is None else adapter
+
     def _begin_recovery(self, problem: Exception | None) -> asyncio.Task[bool]:
         """The recovery under way, or one that begins: with a ``problem``, of a server that is known to be down."""
         if self._recovery is None or self._recovery.done():
@@ -132,7 +146,7 @@ class ServerWatch:
             self._warn(str(known))
         while True:
             try:
-                version = await self._http.probe(_PROBE_TIMEOUT)
+                version = await self._version()
             except OUTAGES as error:
                 problem = f"{error}"
                 remedy = "Look into its log, and start it again at the same address."

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerFailed, ServerHung, ServerUnreachable
-from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
+from torchrl_asyncgrpo.adapters import ServedWeights, has_quantized_layers, is_plain, unwrapped
+from torchrl_asyncgrpo.engines.vllm_http import ServerFailed, ServerHung, ServerUnreachable
 from torchrl_asyncgrpo.weight_sync.checksums import compare_checksums
 from torchrl_asyncgrpo.weight_sync.vllm_checks import check_server
+from torchrl_asyncgrpo.weight_sync.vllm_sender import POLL_INTERVAL, PROBE_TIMEOUT, VLLMSender
 
-# Seconds that a look at the server may take, and between two looks while it is away
-_PROBE_TIMEOUT = 5.0
-_POLL_INTERVAL = 0.5
 # Backends that can send single elements
 _WITH_DELTA = ("shm", "sparse_nccl")
 
 
-class VLLMWeightSyncSender(WeightSyncSender):
+class VLLMWeightSyncSender(VLLMSender):
     """Push a module's weights into a running vLLM server, under the names of the base checkpoint.
 
     The server's weight version is the policy version. It advances when the server confirmed the push; a push that
@@ -42,7 +41,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
     =============== ================================================================================================
 
     Args:
-        module: the model being trained.
+        module: the model being trained; adapters of peft travel merged into their base.
         url: the server's root, such as ``"http://localhost:8000"``.
         backend: how weights travel.
         serving_dtype: dtype that the server holds; None is the module's own. Weights travel in it.
@@ -71,8 +70,6 @@ class VLLMWeightSyncSender(WeightSyncSender):
         ValueError: if arguments exclude each other.
     """
 
-    engine_may_restart = True
-
     def __init__(
         self,
         module: nn.Module,
@@ -90,7 +87,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         master_port: int | None = None,
         api_key: str | None = None,
     ) -> None:
-        super().__init__(module)
+        super().__init__(module, url, timeout=timeout, restart_timeout=restart_timeout, api_key=api_key)
         for name, value, allowed in (
             ("backend", backend, ("shm", "nccl", "ipc", "sparse_nccl")),
             ("pause_mode", pause_mode, ("keep", "wait", "abort")),
@@ -102,40 +99,27 @@ class VLLMWeightSyncSender(WeightSyncSender):
             raise ValueError(
                 f"delta=True with backend={backend!r}, which sends whole tensors; use 'shm' or 'sparse_nccl'."
             )
-        dtypes = {parameter.dtype for parameter in module.parameters()}
+        dtypes = set(ServedWeights(module).dtypes)
         if serving_dtype is None and len(dtypes) > 1:
             raise ValueError(
                 f"the module has parameters of {', '.join(map(str, sorted(dtypes, key=str)))}; pass serving_dtype, the "
                 "dtype that the server was started with (--dtype)."
             )
-        self.url = url
         self.backend = backend
         self.serving_dtype = dtypes.pop() if serving_dtype is None else serving_dtype
         self.pause_mode = pause_mode
         self.clear_cache = clear_cache
         self.delta = delta
         self.verify = verify
-        self.timeout = timeout
-        self.restart_timeout = restart_timeout
         self.master_address = master_address
         self.master_port = master_port
-        self.counters["server_recoveries"] = 0
-        self.sent_bytes = 0
         self.pause_seconds = 0.0
-        self._http = VLLMHTTP(url, timeout=timeout, api_key=api_key)
-        self._policy_version = 0
         self._transfer: Any = None
-        self._met = False  # whether the server ever took a handshake
         self._sent_version: int | None = None  # the server may have it since a push that was not confirmed
         self._verified = verify == "none"
         self._half_written = False
         self._paused_at = 0.0
         self._looked_at = 0.0
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the last confirmed push; 0 before the first."""
-        return self._policy_version
 
     # --- the verbs of a transfer ------------------------------------------------------------------
     def init_weight_transfer(self) -> None:
@@ -147,7 +131,9 @@ class VLLMWeightSyncSender(WeightSyncSender):
             ConnectionError: if nothing answers at the URL.
         """
         server = self._http.describe()
-        check_server(server, self.module, url=self.url, backend=self.backend, serving_dtype=self.serving_dtype)
+        check_server(
+            server, unwrapped(self.module), url=self.url, backend=self.backend, serving_dtype=self.serving_dtype
+        )
         try:
             from torchrl_asyncgrpo.weight_sync import vllm_transfer
         except ModuleNotFoundError as error:
@@ -176,7 +162,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
     def prepare(self, version: int) -> Iterable[tuple[str, Tensor]]:
         """With ``shm``: write the weights into shared memory and let the workers build their tensors beside the old."""
         self._client.version = str(version)
-        self._source.weights = weights = list(self.named_weights())
+        self._source.weights = weights = self.weights().items()
         if self.backend == "shm":
             self._transfer.stage(waiting=self._check_alive)
         return weights
@@ -195,7 +181,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         """Put weights in force on the server, all of them, and name their version there; only while paused.
 
         Args:
-            weights: names of the base checkpoint and tensors, in the order of :meth:`named_weights`.
+            weights: names of the base checkpoint and tensors, in the order of :meth:`weights`.
 
         Raises:
             ConnectionError: if the server is gone.
@@ -203,7 +189,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
             RuntimeError: if the server failed, with its message.
             ValueError: if its checksums differ.
         """
-        self._source.weights = weights = list(weights)
+        self._source.weights = weights = weights if isinstance(weights, Collection) else list(weights)
         if self._client.version is None:
             self._client.version = str(self._version_to_push())
         self._half_written = True
@@ -246,7 +232,7 @@ class VLLMWeightSyncSender(WeightSyncSender):
         """Close the transfer on both sides; the server, where it is still there, goes on with the weights it has."""
         if self._transfer is not None:
             try:
-                self._http.post("/shutdown_weight_transfer_engine", timeout=_PROBE_TIMEOUT)
+                self._http.post("/shutdown_weight_transfer_engine", timeout=PROBE_TIMEOUT)
             except (ServerUnreachable, ServerHung, ServerFailed) as error:
                 torchrl_logger.warning(f"The vLLM server at {self.url} did not close the transfer: {error}")
         self._close_transfer()
@@ -254,56 +240,35 @@ class VLLMWeightSyncSender(WeightSyncSender):
         self._http.close()
 
     # --- pushes through restarts of the server ------------------------------------------------------
-    def update_weights(self) -> int:
-        """Push all weights, and advance the policy version when the server confirmed them.
-
-        A server that is down or was restarted is waited for, and gets a full push.
-
-        Returns:
-            The new policy version.
-
-        Raises:
-            ValueError: if the server cannot take the weights, or its checksums differ.
-            ConnectionError: if the server is gone and does not come back within ``restart_timeout``.
-            TimeoutError: if a step takes longer than ``timeout``.
-            RuntimeError: if the server failed, with its message.
-        """
-        if self.lost():
-            self._start_over()
-        try:
-            return super().update_weights()
-        except (ConnectionError, TimeoutError, ServerFailed):
-            if not self._met or not self._came_back():
-                raise
-        self._start_over()
-        return super().update_weights()
-
     def lost(self) -> bool:
         """Whether the server answers, and its version is neither that of the last confirmed push nor of a later one."""
         if self._policy_version == 0:
             return False
         try:
-            version = self._http.weight_version(timeout=_PROBE_TIMEOUT)
+            version = self._http.weight_version(timeout=PROBE_TIMEOUT)
             return version not in (self._policy_version, self._sent_version)
         except (ServerUnreachable, ServerHung, ServerFailed):
             return False
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and persistent buffers under the base checkpoint's names, tied ones once."""
-        weights = dict(super().named_weights())
-        if isinstance(self.module, PreTrainedModel):
-            with torch.no_grad():
-                weights = revert_weight_conversion(self.module, weights)
-        yield from weights.items()
+    def weights(self) -> Mapping[str, Tensor]:
+        """Parameters and persistent buffers under the base checkpoint's names, tied ones once.
 
-    def _compare(self, weights: list[tuple[str, Tensor]]) -> None:
-        buffers = {name for name, _ in self.module.named_buffers()}  # of which vLLM takes no checksums
+        Where the checkpoint keeps experts one by one, and the model in a stack, all tensors are made at once.
+        """
+        weights, model = super().weights(), unwrapped(self.module)
+        if not isinstance(model, PreTrainedModel) or not _stored_otherwise(model):
+            return weights
+        with torch.no_grad():
+            return revert_weight_conversion(model, dict(weights))
+
+    def _compare(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         try:
             compare_checksums(
-                {name: tensor for name, tensor in weights if name not in buffers},
+                dict(weights) if is_plain(self.module) else self.weights(),
                 self._http.checksums(timeout=self.timeout),
                 self.serving_dtype,
                 strict=self.verify == "checksum",
+                unchecked=ServedWeights(self.module).buffers,  # of which vLLM takes no checksums
             )
         except ValueError:
             self._initialized = False  # nothing that either side remembers of this push is to be relied on
@@ -314,35 +279,18 @@ class VLLMWeightSyncSender(WeightSyncSender):
         return self.serving_dtype if tensor.is_floating_point() else tensor.dtype
 
     def _start_over(self) -> None:
-        torchrl_logger.warning(f"the vLLM server at {self.url} lost its weights; it gets all of them again.")
-        self.counters["server_recoveries"] += 1
-        self._initialized = False
+        super()._start_over()
         self._verified = self.verify == "none"
-
-    def _came_back(self) -> bool:
-        """Wait for a server that is down; False if it was up all the time, or does not come back."""
-        deadline = time.monotonic() + self.restart_timeout
-        away = False
-        while time.monotonic() < deadline:
-            if self._http.health(timeout=_PROBE_TIMEOUT):
-                return away or self.lost()
-            if not away:
-                torchrl_logger.warning(
-                    f"the vLLM server at {self.url} is down; waiting up to {self.restart_timeout:g} s for its restart."
-                )
-            away = True
-            time.sleep(_POLL_INTERVAL)
-        return False
 
     def _check_alive(self) -> None:
         """Raise if the server died while its workers prepare a push."""
-        if time.monotonic() - self._looked_at > _POLL_INTERVAL:
+        if time.monotonic() - self._looked_at > POLL_INTERVAL:
             self._looked_at = time.monotonic()
             self._http.weight_version(timeout=self.timeout)
 
     def _resume_anyway(self) -> None:
         try:
-            self._http.resume(timeout=_PROBE_TIMEOUT)
+            self._http.resume(timeout=PROBE_TIMEOUT)
         except (ServerUnreachable, ServerHung, ServerFailed) as error:
             torchrl_logger.warning(f"the vLLM server at {self.url} may stay paused until a push succeeds: {error}")
 
@@ -381,3 +329,11 @@ class VLLMWeightSyncSender(WeightSyncSender):
                 "or see the server's log. The next push starts with a new handshake."
             )
         return outcome[0]
+
+
+def _stored_otherwise(model: PreTrainedModel) -> bool:
+    """Whether the checkpoint has other tensors or names than the model."""
+    conversions = vars(model).get("_weight_conversions")
+    if conversions is None or has_quantized_layers(model):  # what was done to quantise them is undone already
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return bool(conversions)

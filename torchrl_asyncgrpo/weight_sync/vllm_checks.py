@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from torchrl_asyncgrpo.engines.vllm_http import ServerDescription
+from torchrl_asyncgrpo.adapters import unwrapped
+from torchrl_asyncgrpo.engines.vllm_description import AdapterSupport, ServerDescription
+from torchrl_asyncgrpo.weight_sync.checksums import NOTHING, compare_checksums
 
 # Fields of a configuration that decide names and shapes of the weights
 _SHAPE_FIELDS = (
@@ -16,6 +19,7 @@ _SHAPE_FIELDS = (
     "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size",
     "tie_word_embeddings", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
+_CLOSED = "its weight routes are closed: start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 def check_server(
@@ -30,10 +34,9 @@ def check_server(
         backend: of the sender.
         serving_dtype: of the sender.
     """
-    dtype = str(serving_dtype).removeprefix("torch.")
     problems = []
     if not server.has_weight_routes:
-        problems.append("its weight routes are closed: start it with VLLM_SERVER_DEV_MODE=1 in its environment")
+        problems.append(_CLOSED)
     else:  # it tells its configuration
         remedy = f'--weight-transfer-config \'{{"backend": "{backend}"}}\''
         if server.transfer_backend is None:
@@ -43,14 +46,123 @@ def check_server(
                 f"its weight-transfer backend is {server.transfer_backend!r} and the sender's {backend!r}: start it "
                 f"with {remedy}, or pass backend={server.transfer_backend!r}"
             )
-        if server.dtype is not None and server.dtype != dtype:
+        if server.adapters is not None:
             problems.append(
-                f"it serves {server.dtype} and the sender sends {dtype}: start it with --dtype {dtype}, or pass "
-                f"serving_dtype=torch.{server.dtype}"
+                "it was started with --enable-lora, which wraps the layers that weights are loaded into: leave that "
+                "out, or push an adapter with VLLMAdapterSyncSender"
             )
+    problems += _other_dtype(server, serving_dtype)
     problems += _other_model(server, module)
     if problems:
         raise ValueError(f"the vLLM server at {url} cannot take these weights: " + "; ".join(problems) + ".")
+
+
+def check_adapter_server(
+    server: ServerDescription,
+    module: nn.Module,
+    *,
+    url: str,
+    serving_dtype: torch.dtype,
+    slots: int,
+    rank: int,
+    targets: Collection[str],
+    held_version: int,
+) -> AdapterSupport:
+    """Raise ``ValueError`` that names every flag without which the server cannot serve versions of an adapter.
+
+    Args:
+        server: what the server says of itself.
+        module: the model that is trained, with the adapter.
+        url: of the server.
+        serving_dtype: of the base.
+        slots: adapters that it must have room for.
+        rank: of the adapter.
+        targets: last parts of the names of the layers that it is on.
+        held_version: version of the whole weights that the server holds; 0 for those it was started with.
+
+    Returns:
+        How it serves adapters.
+    """
+    problems = []
+    support = server.adapters
+    flags = f"--enable-lora --max-loras {slots} --max-lora-rank {rank}"
+    if not server.has_weight_routes:
+        problems.append(_CLOSED)
+    elif support is None:
+        problems.append(f"it takes no adapters: start it with {flags}")
+    else:
+        if support.slots < slots:
+            problems.append(
+                f"it has room for {support.slots} adapters at once and max_staleness={slots - 2} needs {slots}: start "
+                f"it with --max-loras {slots}, or lower max_staleness"
+            )
+        if support.max_rank < rank:
+            problems.append(
+                f"it has room for rank {support.max_rank} and the adapter has {rank}: start it with --max-lora-rank "
+                f"{rank}, or the next that it knows"
+            )
+        if support.target_modules is not None and not set(targets) <= set(support.target_modules):
+            problems.append(
+                f"it puts adapters on {', '.join(support.target_modules)} alone and this one is on "
+                f"{', '.join(targets)}: start it without --lora-target-modules"
+            )
+    if not server.has_adapter_routes:
+        problems.append(
+            "its adapter routes are closed: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+        )
+    if (server.replicas or 1) > 1 or (server.api_servers or 1) > 1:
+        problems.append(
+            f"it has {server.replicas} data-parallel replicas and {server.api_servers} API servers, and an adapter is "
+            "loaded by the one that is asked: start it with --data-parallel-size 1 --api-server-count 1"
+        )
+    if server.quantization is not None:
+        problems.append(f"it keeps the base in few bits ({server.quantization}): start it without --quantization")
+    if held_version > 0:
+        problems.append(
+            f"its base is no longer that of its checkpoint, since whole weights of version {held_version} were pushed: "
+            "restart it"
+        )
+    problems += _other_dtype(server, serving_dtype)
+    problems += _other_model(server, unwrapped(module))
+    if problems or support is None:
+        raise ValueError(
+            f"the vLLM server at {url} cannot serve this adapter: " + "; ".join(problems) + ". The other way is to "
+            "push base and adapter merged, with VLLMWeightSyncSender, into a server without --enable-lora."
+        )
+    return support
+
+
+def check_base(weights: Mapping[str, Tensor], checksums: Mapping[str, str], dtype: torch.dtype, *, url: str) -> None:
+    """Raise ``ValueError`` if the server serves adapters on other weights than these.
+
+    On a CPU linear layers cannot be read and are left out.
+
+    Args:
+        weights: those below the adapter, by checkpoint name.
+        checksums: of the server.
+        dtype: that the server keeps floating point in.
+        url: of the server.
+    """
+    readable = {key.replace(".base_layer.", "."): digest for key, digest in checksums.items() if digest != NOTHING}
+    if not readable:
+        return
+    try:
+        compare_checksums(weights, readable, dtype, strict=False, unchecked=weights)
+    except ValueError as error:
+        raise ValueError(
+            f"the vLLM server at {url} serves another base than that of the adapter: {error} Start it with --model "
+            "DIRECTORY of the base, in the same dtype."
+        ) from None
+
+
+def _other_dtype(server: ServerDescription, serving_dtype: torch.dtype) -> list[str]:
+    dtype = str(serving_dtype).removeprefix("torch.")
+    if server.dtype is None or server.dtype == dtype:
+        return []
+    return [
+        f"it serves {server.dtype} and the sender sends {dtype}: start it with --dtype {dtype}, or pass "
+        f"serving_dtype=torch.{server.dtype}"
+    ]
 
 
 def _other_model(server: ServerDescription, module: nn.Module) -> list[str]:

@@ -57,6 +57,22 @@ ROLLOUT_GROUP_ID = ("rollout", "group_id")
 WINDOW_NUM_ENTRIES = ("window", "num_entries")
 WINDOW_NUM_ROLLOUTS = ("window", "num_rollouts")
 
+# --- keys of a padding-free batch, the table `flat` of a tree batch ----------------------------
+FLAT = "flat"
+FLAT_INPUT_IDS = "input_ids"
+FLAT_POSITION_IDS = "position_ids"
+FLAT_CU_SEQLENS = "cu_seqlens"
+FLAT_COMPLETION_MASK = "completion_mask"
+FLAT_OLD_LOG_PROBS = "old_log_probs"
+FLAT_REF_LOG_PROBS = "ref_log_probs"
+FLAT_PROXIMAL_LOG_PROBS = "proximal_log_probs"
+FLAT_ADVANTAGES = "advantages"
+FLAT_POLICY_VERSIONS = "policy_versions"
+FLAT_KEPT_COUNT = "kept_count"
+FLAT_KEPT_TOKEN_IDS = "kept_token_ids"
+FLAT_NUM_ENTRIES = "num_entries"
+FLAT_NUM_ROLLOUTS = "num_rollouts"
+
 _next_rollout_id = itertools.count()
 
 
@@ -238,7 +254,8 @@ def oldest_version(rollout: TensorDict) -> int:
 class TreeBatch(TypedTensorDict):
     """One micro-batch: the prefix trie of its rollouts and the loss terms on it.
 
-    ``batch_size=[]``; four nested tables, and a fifth where an entry of the window has a kept set:
+    ``batch_size=[]``; four nested tables, ``kept`` where an entry of the window has a kept set, and ``flat`` for
+    backends that read no tables:
 
     ========== ========= ============================================================================
     table      size      keys
@@ -257,6 +274,7 @@ class TreeBatch(TypedTensorDict):
                          (trained tokens) int64; the packers add ``leaf`` (the node its path ends
                          at), ``rollout_id``, ``group_id`` int64
     window     []        ``num_entries``, ``num_rollouts`` int64: totals of the whole window
+    flat       []        the same once more without tables, of ``FlatPacker(padding_free=True)`` only
     ========== ========= ============================================================================
 
     Nodes are in depth-first pre-order: the descendants of node ``i`` are ``i + 1 .. subtree_end[i] - 1``.
@@ -268,6 +286,7 @@ class TreeBatch(TypedTensorDict):
     rollout: TensorDict
     window: TensorDict
     kept: NotRequired[TensorDict]  # type: ignore[valid-type]
+    flat: NotRequired[TensorDict]  # type: ignore[valid-type]
 
     @property
     def num_nodes(self) -> int:

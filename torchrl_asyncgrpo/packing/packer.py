@@ -19,6 +19,7 @@ from torchrl_asyncgrpo.data.schema import (
     ENTRY_REF_LOG_PROB,
     ENTRY_ROLLOUT,
     ENTRY_SAMPLE_LOG_PROB,
+    FLAT,
     KEPT_ENTRY,
     KEPT_TOKEN,
     NODE_INPUT_IDS,
@@ -35,6 +36,7 @@ from torchrl_asyncgrpo.data.schema import (
     WINDOW_NUM_ROLLOUTS,
     TreeBatch,
 )
+from torchrl_asyncgrpo.packing.padding_free import to_padding_free
 from torchrl_asyncgrpo.packing.planner import Ints, plan
 from torchrl_asyncgrpo.packing.trie import common_prefixes, fold
 from torchrl_asyncgrpo.packing.window import Window, read_window
@@ -72,7 +74,7 @@ class _Packer(ABC):
         window = read_window(rollouts)
         shared_S = self._shared(window)
         if not window.rows:
-            return [_batch(window, shared_S, 0, 0)]
+            return [self._batch(window, shared_S, 0, 0)]
         length_S = np.fromiter(map(len, window.rows), dtype=np.int64, count=len(window.rows))
         self._warn_of_long(window, length_S)
         cuts = plan(
@@ -82,7 +84,10 @@ class _Packer(ABC):
             token_budget=self.token_budget,
             min_micro_batches=self.min_micro_batches,
         )
-        return [_batch(window, shared_S, start, stop) for start, stop in pairwise(cuts)]
+        return [self._batch(window, shared_S, start, stop) for start, stop in pairwise(cuts)]
+
+    def _batch(self, window: Window, shared_S: Ints, start: int, stop: int) -> TreeBatch:
+        return _batch(window, shared_S, start, stop)
 
     @abstractmethod
     def _shared(self, window: Window) -> Ints:
@@ -132,13 +137,52 @@ class FlatPacker(_Packer):
 
     For backends without tree attention, and to compare with ``TreePacker``, whose order, trimming and results it has.
 
+    With ``padding_free=True`` a batch has a table ``flat`` besides, the same micro-batch for a model that runs it by
+    its own attention: the S rollouts one behind the other as one row of T tokens, without padding. Where nothing is
+    trained, its row is one token. Objectives read the other tables and run unchanged.
+
+    =========================== ========== =========================================================================
+    ``flat`` key                shape      meaning
+    =========================== ========== =========================================================================
+    ``input_ids``               [T] int64  the tokens
+    ``position_ids``            [T] int64  position in the rollout, 0 at its first token: where transformers' models
+                                           see that a sequence begins
+    ``cu_seqlens``              [S + 1]    int32, where each rollout begins, and T: what varlen kernels take
+    ``completion_mask``         [T] bool   True on trained tokens; what follows is 0 elsewhere
+    ``old_log_probs``           [T]        float32 nats, as sampled
+    ``advantages``              [T]        float32
+    ``policy_versions``         [T] int64  version that sampled the token
+    ``ref_log_probs``,          [T]        float32 nats, where the rollouts have them
+    ``proximal_log_probs``
+    ``kept_count``              [T] int64  where the sampler's kept sets are known: tokens that it kept
+    ``kept_token_ids``          [K] int64  these tokens, one set behind the other
+    ``num_entries``,            [] int64   totals of the window over all its micro-batches: trained tokens, rollouts
+    ``num_rollouts``
+    =========================== ========== =========================================================================
+
+    Log-probs are those of a token itself, predicted by the token before it: ``completion_mask[t]`` asks for
+    log p(``input_ids[t]`` | what stands before it in its rollout).
+
     Args:
         token_budget: the most nodes, here the most rollout tokens, of one micro-batch, as in ``TreePacker``.
         min_micro_batches: as in ``TreePacker``.
+        padding_free: write the table ``flat``.
 
     Raises:
         ValueError: if ``token_budget`` or ``min_micro_batches`` is below 1.
     """
+
+    def __init__(
+        self, token_budget: int | None = None, min_micro_batches: int = 1, *, padding_free: bool = False
+    ) -> None:
+        super().__init__(token_budget, min_micro_batches)
+        self.padding_free = padding_free
+
+    def _batch(self, window: Window, shared_S: Ints, start: int, stop: int) -> TreeBatch:
+        batch = super()._batch(window, shared_S, start, stop)
+        if self.padding_free:
+            batch[FLAT] = to_padding_free(batch)
+        return batch
 
     def _shared(self, window: Window) -> Ints:
         return np.zeros(len(window.rows), dtype=np.int64)

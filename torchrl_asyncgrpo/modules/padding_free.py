@@ -1,0 +1,88 @@
+"""The policy over flat batches, for models that tree attention does not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from transformers import PreTrainedModel
+
+from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.packing.padding_free import chain_starts
+
+
+class PaddingFreeActor(TreeActor):
+    """A causal language model as a policy over flat batches, run by its own attention.
+
+    All rollouts of a micro-batch are one row without padding; position ids that start again at 0 tell transformers'
+    models where the next one begins. ``attn_implementation="flash_attention_2"`` keeps memory linear in the row; sdpa
+    and eager make a mask of [T, T]. Log-probs, entropies and kept sets are those of :class:`TreeActor`.
+
+    Args:
+        model: a ``transformers`` causal language model, or peft's wrapper around one. Its attention stays what it is.
+        temperature, chunk_size, router_logits: as in :class:`TreeActor`.
+
+    Raises:
+        TypeError: if ``model`` is not a transformers model.
+        ValueError: if an argument is out of range, the model mixes the rollouts of a row, or its head or adapter is one
+            that :class:`TreeActor` refuses.
+
+    Example:
+        >>> actor = PaddingFreeActor(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
+        >>> (batch,) = FlatPacker()(rollouts)
+        >>> actor(batch)["node", "log_prob"]  # [T] float32, nats
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        chunk_size: int | None = None,
+        router_logits: bool = False,
+    ) -> None:
+        super().__init__(model, temperature=temperature, chunk_size=chunk_size, router_logits=router_logits)
+
+    def install_attention(self, model: PreTrainedModel, attention: str) -> str:
+        """Leave the model its own attention, if that keeps the rollouts of a row apart; returns its name."""
+        del attention
+        _check_sequences_apart(model)
+        return model.config._attn_implementation
+
+    def model_inputs(self, tensordict: TensorDictBase) -> dict[str, Any]:
+        """Position ids of the row.
+
+        Raises:
+            ValueError: if rollouts share nodes.
+        """
+        chain_starts(tensordict[schema.NODE_PARENT])
+        return {"position_ids": tensordict[schema.NODE_POSITION_IDS][None], "use_cache": False}
+
+
+@torch.no_grad()
+def _check_sequences_apart(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` if the second sequence of a row is not what it is alone."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        return
+    position_N = torch.arange(2, device=device)
+    row_T, position_T = position_N.repeat(2)[None], position_N.repeat(2)[None]
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        alone_ND, together_TD = (
+            model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0].double()
+            for ids, positions in ((position_N[None], position_N[None]), (row_T, position_T))
+        )
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    if not torch.allclose(together_TD[2:], alone_ND, rtol=0.02, atol=0.02 * float(alone_ND.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} with attn_implementation={model.config._attn_implementation!r} mixes the "
+            "sequences of one row: it does not read position_ids as their boundaries. Use a model of causal attention "
+            "with 'sdpa', 'eager' or 'flash_attention_2', or TreeActor, which gives the model its attention."
+        )

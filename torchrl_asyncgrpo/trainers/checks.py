@@ -7,10 +7,17 @@ from typing import Any
 
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from torchrl.trainers import OptimizationStepper
 
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
 from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
+from torchrl_asyncgrpo.packing import FlatPacker, TreePacker
+from torchrl_asyncgrpo.remote.actor import RemoteActor
+from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
+from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
+from torchrl_asyncgrpo.trainers.window import Packer
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
 
@@ -43,6 +50,8 @@ def check_parts(
     groups: int | None,
     pushes_per_window: float,
     async_collection: bool,
+    packer: Packer | None = None,
+    stepper: OptimizationStepper | None = None,
 ) -> None:
     """Raise ``ValueError`` where two parts would hang or train the wrong thing together.
 
@@ -54,22 +63,49 @@ def check_parts(
         groups: groups of a window; None where there is no buffer to say it.
         pushes_per_window: weight pushes while one window is trained; below 1 where a push comes every few windows.
         async_collection: whether the collector runs beside the trainer.
+        packer, stepper: of the run; looked at where they are of this package.
     """
     if async_collection and (replay_buffer is None or collector.replay_buffer is not replay_buffer):
         raise ValueError(
             "async_collection=True needs one replay buffer that the collector writes and the trainer reads; pass the "
             "same object of make_replay_buffer to both."
         )
+    actor = getattr(loss_module, "actor_network", None)
+    _check_packer(packer, actor)
+    if isinstance(actor, RemoteActor):
+        _check_optimizer(stepper)
     if not isinstance(collector, AsyncLLMCollector):
         return
     if async_collection and groups is not None:
         _check_slots(collector, replay_buffer, sender, groups, pushes_per_window)
-    actor = getattr(loss_module, "actor_network", None)
     sampled_at = collector.sampling_params.temperature
     if isinstance(actor, TreeActor) and actor.temperature != sampled_at:
         raise ValueError(
             f"rollouts are sampled at temperature {sampled_at} and trained at {actor.temperature}, so that no ratio "
             "would be right; give TreeActor and SamplingParams one temperature."
+        )
+
+
+def _check_packer(packer: Packer | None, actor: Any) -> None:
+    name = type(packer).__name__
+    if isinstance(packer, TreePacker) and isinstance(actor, PaddingFreeActor):
+        raise ValueError(
+            f"packer={name} makes trees, which {type(actor).__name__} has no attention for; pass packer=FlatPacker()."
+        )
+    if not isinstance(actor, RemoteActor) or actor.backend.info.contract == "tree":
+        return
+    if isinstance(packer, TreePacker) or (isinstance(packer, FlatPacker) and not packer.padding_free):
+        raise ValueError(
+            f"packer={name} makes batches that the backend cannot run: its contract is 'flat'. Pass "
+            "packer=FlatPacker(padding_free=True), or build the backend with a TreeActor."
+        )
+
+
+def _check_optimizer(stepper: OptimizationStepper | None) -> None:
+    if isinstance(stepper, WindowOptimizationStepper) and not isinstance(stepper.optimizer, RemoteOptimizer):
+        raise ValueError(
+            f"optimizer={type(stepper.optimizer).__name__} cannot reach the model, which is in the actor's backend; "
+            "pass RemoteOptimizer(actor.backend)."
         )
 
 

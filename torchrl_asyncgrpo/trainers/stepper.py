@@ -13,6 +13,7 @@ from torchrl.trainers import MixedPrecisionOptimizationStepper
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.objectives.functional import reduce_window
+from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
 
 if TYPE_CHECKING:
     from torchrl_asyncgrpo.trainers.trainer import AsyncGRPOTrainer
@@ -26,11 +27,14 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
     steps. A window whose loss or gradient norm is not finite, or that trains no token, is skipped and counted.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: the optimizer; with a ``RemoteOptimizer`` gradients are where the model is, and are clipped there.
         mixed_precision: run forward and loss under autocast; with ``torch.float16`` losses are scaled.
         autocast_dtype: dtype of autocast.
         clip_norm: largest gradient norm; None does not clip, non-finite gradients are caught all the same.
         device_type: device type of autocast; by default that of the first parameter.
+
+    Raises:
+        ValueError: if ``clip_norm`` is out of range, or autocast is asked for where the model is elsewhere.
     """
 
     def __init__(
@@ -44,6 +48,11 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}; give a norm above 0, or None not to clip.")
+        if mixed_precision and isinstance(optimizer, RemoteOptimizer):
+            raise ValueError(
+                "mixed_precision=True with a RemoteOptimizer: forwards run in the backend, and autocast here would not "
+                "reach them. Build the backend with autocast_dtype=torch.bfloat16 instead."
+            )
         super().__init__(
             optimizer,
             mixed_precision=mixed_precision,
@@ -113,6 +122,8 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
         return output.detach(), torch.stack(losses).sum()
 
     def _clip(self) -> float:
+        if isinstance(self.optimizer, RemoteOptimizer):
+            return self.optimizer.clip_grad_norm(self.clip_norm)
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.clip_norm is not None:
             return float(nn.utils.clip_grad_norm_(params, self.clip_norm))

@@ -197,6 +197,8 @@ class AsyncGRPOTrainer(Trainer):
             groups=groups,
             pushes_per_window=num_epochs / weight_update_frequency,
             async_collection=async_collection,
+            packer=packer or TreePacker(),
+            stepper=optimization_stepper,
         )
         self.step_log = StepLog(self, log_rewards=log_rewards, log_kl=log_kl)
         self.register_op("post_optim_complete_log", self.step_log.kl)
@@ -225,8 +227,7 @@ class AsyncGRPOTrainer(Trainer):
         self._statistics: dict[int, dict[str, float]] = {}
 
     def _window_groups(self, batch_size: int | None, accumulation: int) -> int | None:
-        own = self.replay_buffer.batch_size if self.replay_buffer is not None else None
-        groups = own if batch_size is None else batch_size
+        groups = batch_size or (self.replay_buffer.batch_size if self.replay_buffer is not None else None)
         return groups * accumulation if groups is not None else None
 
     # --- stages -----------------------------------------------------------------------------------

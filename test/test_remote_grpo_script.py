@@ -1,0 +1,79 @@
+"""The remote job end to end on a tiny model: what it leaves behind, and its errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import character_tokenizer, tiny_qwen3
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "sota-implementations/remote_grpo/remote_grpo.py"
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_qwen3().save_pretrained(path)
+    character_tokenizer().save_pretrained(path)
+    return path
+
+
+def run(model_dir, output, *overrides):
+    options = [
+        f"model.name={model_dir}", f"output={output}", "task.num_prompts=8", "sampling.group_size=2",
+        "sampling.max_tokens=4", "train.groups_per_step=2", "train.total_frames=12", "optim.lr=1e-3",
+        "+loss.options.entropy_coeff=0.1",  # no answer of such a model is right, and advantages are 0
+        "remote.options={num_cpus: 0}", "engine.options={num_cpus: 0}", *overrides,
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        (
+            "remote.workers=2",
+            "remote.contract=flat",
+            "remote.loss=here",
+            "train.async_collection=false",
+            "+loss.options.kl_to_ref_coeff=0.1",
+        ),
+    ],
+    ids=["tree", "flat"],
+)
+def test_leaves_logs_picture_answers_and_a_trained_model(model_dir, tmp_path, overrides):
+    done = run(model_dir, tmp_path, *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    frames = [line.split(",")[0] for line in (tmp_path / "csv/scalars/reward.csv").read_text().splitlines()]
+    assert frames == ["4", "8", "12"]
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert (tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert len((tmp_path / "answers.md").read_text().splitlines()) == 2 + 8
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = AutoModelForCausalLM.from_pretrained(model_dir)
+    assert trained.config._attn_implementation == before.config._attn_implementation
+    assert trained.state_dict().keys() == before.state_dict().keys()
+    moved = [float((trained.state_dict()[name] - value).abs().max()) for name, value in before.state_dict().items()]
+    assert 1e-4 < max(moved) < 1e-2
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.name=vllm", "engine.name=vllm with engine.url=null"),
+        ("remote.contract=padded", "remote.contract=padded; choose tree or flat"),
+        ("model.name=./nowhere", "'./nowhere' is not a directory"),
+    ],
+)
+def test_wrong_values_are_named_before_any_work(model_dir, tmp_path, override, message):
+    done = run(model_dir, tmp_path, override)
+    assert done.returncode != 0
+    assert message in done.stderr

@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm train train-vllm test lint format types docs bench clean
+.PHONY: help install install-vllm train train-vllm train-remote test lint format types docs bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ train: $(VENV)/.installed ## train SmolLM2-135M-Instruct with asynchronous GRPO
 
 train-vllm: $(VENV)/.installed-vllm ## the same, sampling with a vLLM server that is started for it
 	$(BIN)/python sota-implementations/async_grpo/async_grpo.py --config-name async_grpo_vllm $(ARGS)
+
+train-remote: $(VENV)/.installed ## the same, with policy and engine in other processes, on Ray
+	$(BIN)/python sota-implementations/remote_grpo/remote_grpo.py $(ARGS)
 
 # Elsewhere there are no wheels of vLLM, and the tests that need it are skipped.
 HAS_VLLM := import sys, platform as p; print(p.system(), p.machine(), sys.version_info >= (3, 11))

@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         reasons["gpu"] = "no CUDA device"
     if importlib.util.find_spec("vllm") is None:
         reasons["vllm"] = "vLLM is not installed"
+    if importlib.util.find_spec("ray") is None:
+        reasons["ray"] = "Ray is not installed"
     for item in items:
         if "smollm2_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.vllm)

@@ -3,12 +3,12 @@
 Imports point only downwards, and never sideways between two parts of one layer:
 
     trainers
-    collectors
+    collectors   remote
     objectives   engines   weight_sync   data.replay_buffer   modules
     data.group_filters   data.window_advantages
     packing   pure functions and protocols: objectives.functional, engines.base, engines.vllm_http, weight_sync.base,
               data.*, kernels
-    data.schema
+    data.schema   adapters   engines.vllm_description
 """
 
 import ast
@@ -25,11 +25,11 @@ PACKAGE = "torchrl_asyncgrpo"
 # Longest prefix wins; a module belongs to the part whose prefix it has.
 LAYERS = [
     {"trainers"},
-    {"collectors"},
+    {"collectors", "remote"},
     {"objectives", "engines", "weight_sync", "data.replay_buffer", "modules"},
     {"data.group_filters", "data.window_advantages"},
     {"packing", "objectives.functional", "engines.base", "engines.vllm_http", "weight_sync.base", "data", "kernels"},
-    {"data.schema"},
+    {"data.schema", "adapters", "engines.vllm_description"},
 ]
 # Beyond the layers: a collector turns prompts into rollouts and knows nothing of what becomes of them.
 FORBIDDEN = {"collectors": {"trainers", "objectives", "packing", "weight_sync"}}

@@ -51,8 +51,8 @@ def compiled(page, line, code):
 def test_examples_run_and_print_what_they_promise(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "docs", "model": tiny_qwen3(), "tokenizer": character_tokenizer()}
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, model=namespace["model"]: model)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, tokenizer=namespace["tokenizer"]: tokenizer)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, model=namespace["model"], **__: model)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, tokenizer=namespace["tokenizer"], **__: tokenizer)
     monkeypatch.setattr(pretrained, "resolve_model", lambda name: name)
     try:
         for line, code, runs, promised in blocks(page):

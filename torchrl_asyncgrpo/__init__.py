@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from torchrl_asyncgrpo.engines.transformers import TransformersEngine
     from torchrl_asyncgrpo.engines.vllm import VLLMEngine
     from torchrl_asyncgrpo.modules.actor import TreeActor
+    from torchrl_asyncgrpo.modules.loading import ModelConfig, load_policy, model_kwargs, peft_config, run_name
+    from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
+    from torchrl_asyncgrpo.modules.reference import ReferenceLogProbs, reference_policy
     from torchrl_asyncgrpo.modules.scoring import RolloutScorer
+    from torchrl_asyncgrpo.modules.tokenizer import load_tokenizer
     from torchrl_asyncgrpo.objectives import (
         CISPOLoss,
         DAPOLoss,
@@ -51,11 +55,18 @@ if TYPE_CHECKING:
         TruncatedImportanceSampling,
     )
     from torchrl_asyncgrpo.packing import FlatPacker, TreePacker, packing_ratio, unpack
+    from torchrl_asyncgrpo.remote.actor import RemoteActor
+    from torchrl_asyncgrpo.remote.loss import RemoteLoss
+    from torchrl_asyncgrpo.remote.on_ray import RayBackend, RayEngine
+    from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
+    from torchrl_asyncgrpo.remote.protocol import RemoteBackend
+    from torchrl_asyncgrpo.remote.weight_sync import RemoteWeightSyncSender
     from torchrl_asyncgrpo.trainers.kl_control import AdaptiveKLControl
     from torchrl_asyncgrpo.trainers.trainer import AsyncGRPOTrainer
     from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
     from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
     from torchrl_asyncgrpo.weight_sync.vllm import VLLMWeightSyncSender
+    from torchrl_asyncgrpo.weight_sync.vllm_adapter import VLLMAdapterSyncSender
 
 _HOME = {
     "AdaptiveKLControl": "trainers.kl_control",
@@ -76,10 +87,20 @@ _HOME = {
     "KeepInformative": "data.group_filters",
     "LocalWeightSyncSender": "weight_sync.local",
     "MaskedImportanceSampling": "objectives.corrections",
+    "ModelConfig": "modules.loading",
     "OffPolicySequenceMask": "objectives.corrections",
+    "PaddingFreeActor": "modules.padding_free",
     "PolicyLoss": "objectives",
     "PromptSource": "data.prompts",
+    "RayBackend": "remote.on_ray",
+    "RayEngine": "remote.on_ray",
+    "ReferenceLogProbs": "modules.reference",
     "ReinforceLoss": "objectives",
+    "RemoteActor": "remote.actor",
+    "RemoteBackend": "remote.protocol",
+    "RemoteLoss": "remote.loss",
+    "RemoteOptimizer": "remote.optimizer",
+    "RemoteWeightSyncSender": "remote.weight_sync",
     "RolloutScorer": "modules.scoring",
     "SAPOLoss": "objectives",
     "SamplingParams": "engines.base",
@@ -90,6 +111,7 @@ _HOME = {
     "TreeBatch": "data.schema",
     "TreePacker": "packing",
     "TruncatedImportanceSampling": "objectives.corrections",
+    "VLLMAdapterSyncSender": "weight_sync.vllm_adapter",
     "VLLMEngine": "engines.vllm",
     "VLLMWeightSyncSender": "weight_sync.vllm",
     "WeightSyncSender": "weight_sync.base",
@@ -100,12 +122,18 @@ _HOME = {
     "group_advantages": "data.advantages",
     "kl_in_reward": "data.window_advantages",
     "leave_one_out_advantages": "data.advantages",
+    "load_policy": "modules.loading",
+    "load_tokenizer": "modules.tokenizer",
     "make_estimator": "data.advantages",
     "make_objective": "objectives",
     "make_replay_buffer": "data.replay_buffer",
     "make_rollout": "data.schema",
+    "model_kwargs": "modules.loading",
     "packing_ratio": "packing",
     "pass_at_k_advantages": "data.advantages",
+    "peft_config": "modules.loading",
+    "reference_policy": "modules.reference",
+    "run_name": "modules.loading",
     "soft_overlong_punishment": "collectors.overlong",
     "unpack": "packing",
 }
@@ -129,10 +157,20 @@ __all__ = [
     "KeepInformative",
     "LocalWeightSyncSender",
     "MaskedImportanceSampling",
+    "ModelConfig",
     "OffPolicySequenceMask",
+    "PaddingFreeActor",
     "PolicyLoss",
     "PromptSource",
+    "RayBackend",
+    "RayEngine",
+    "ReferenceLogProbs",
     "ReinforceLoss",
+    "RemoteActor",
+    "RemoteBackend",
+    "RemoteLoss",
+    "RemoteOptimizer",
+    "RemoteWeightSyncSender",
     "RolloutScorer",
     "SAPOLoss",
     "SamplingParams",
@@ -143,6 +181,7 @@ __all__ = [
     "TreeBatch",
     "TreePacker",
     "TruncatedImportanceSampling",
+    "VLLMAdapterSyncSender",
     "VLLMEngine",
     "VLLMWeightSyncSender",
     "WeightSyncSender",
@@ -153,12 +192,18 @@ __all__ = [
     "group_advantages",
     "kl_in_reward",
     "leave_one_out_advantages",
+    "load_policy",
+    "load_tokenizer",
     "make_estimator",
     "make_objective",
     "make_replay_buffer",
     "make_rollout",
+    "model_kwargs",
     "packing_ratio",
     "pass_at_k_advantages",
+    "peft_config",
+    "reference_policy",
+    "run_name",
     "soft_overlong_punishment",
     "unpack",
 ]

@@ -3,6 +3,7 @@
 python async_grpo.py                                     # SmolLM2-135M-Instruct learns single-digit sums on a CPU
 python async_grpo.py model.name=Qwen/Qwen3-0.6B          # a hub name or a local directory
 python async_grpo.py train.total_frames=640 optim.lr=1e-5
+python async_grpo.py +model.options.lora_r=16 optim.lr=2e-4              # train a LoRA adapter
 python async_grpo.py loss.name=cispo +loss.options.epsilon_high=0.4      # another objective, and an option of it
 python async_grpo.py --config-name async_grpo_vllm       # the same on a vLLM server, which it starts
 """
@@ -10,9 +11,7 @@ python async_grpo.py --config-name async_grpo_vllm       # the same on a vLLM se
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -20,28 +19,36 @@ import torch
 from omegaconf import DictConfig
 from report import comparison_table, plot_course, recoveries_line, sampled_answers
 from sums import last_number_is_sum, make_prompts
-from tensordict import TensorDictBase
+from torch import nn
 from torchrl.record.loggers import CSVLogger, TensorboardLogger
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo import (
     AsyncGRPOTrainer,
     AsyncLLMCollector,
     LocalWeightSyncSender,
+    ModelConfig,
     PolicyLoss,
     PromptSource,
+    ReferenceLogProbs,
     RolloutScorer,
     SamplingParams,
     TransformersEngine,
     TreeActor,
-    TreeBatch,
     TreePacker,
+    VLLMAdapterSyncSender,
     VLLMEngine,
     VLLMWeightSyncSender,
     WeightSyncSender,
+    load_policy,
+    load_tokenizer,
     make_objective,
     make_replay_buffer,
+    model_kwargs,
+    peft_config,
+    reference_policy,
 )
+from torchrl_asyncgrpo.adapters import unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.advantages import make_estimator
@@ -52,18 +59,22 @@ from torchrl_asyncgrpo.trainers.window import Packer
 
 
 def make_engine(
-    cfg: DictConfig, model: PreTrainedModel, path: str, longest_prompt: int, cleanup: contextlib.ExitStack
+    cfg: DictConfig, policy: nn.Module, path: str, longest_prompt: int, cleanup: contextlib.ExitStack
 ) -> tuple[Engine, WeightSyncSender]:
-    """The engine that samples, and the sender that pushes the trained weights into it."""
+    """The engine that samples, and the sender that pushes the trained weights, or the adapter alone, into it."""
     if cfg.engine.name == "transformers":  # in this process, between two of its decoding steps
-        engine = TransformersEngine(model)
+        engine = TransformersEngine(policy)
         cleanup.callback(engine.shutdown)
-        return engine, LocalWeightSyncSender(model, engine)
-    url = cfg.engine.url
+        return engine, LocalWeightSyncSender(policy, engine)
+    if cfg.engine.push not in ("weights", "adapter"):
+        raise ValueError(f"engine.push={cfg.engine.push}; choose weights or adapter.")
+    url, adapter = cfg.engine.url, cfg.engine.push == "adapter"
     if url is None:
         server = VLLMServer(
             path,
-            backend=cfg.engine.backend,
+            backend=None if adapter else cfg.engine.backend,
+            max_loras=cfg.train.max_staleness + 2 if adapter else None,
+            max_lora_rank=cfg.model.options.get("lora_r", 16),
             dtype=cfg.engine.dtype,
             max_model_len=cfg.engine.max_model_len,
             kv_cache_gib=cfg.engine.kv_cache_gib,
@@ -74,18 +85,22 @@ def make_engine(
         url = cleanup.enter_context(server).url
     engine = VLLMEngine(url, required_length=longest_prompt + cfg.sampling.max_tokens)
     cleanup.callback(engine.shutdown)
-    sender = VLLMWeightSyncSender(
-        model,
+    dtype = getattr(torch, cfg.engine.dtype)
+    if adapter:
+        return engine, VLLMAdapterSyncSender(
+            policy, url, max_staleness=cfg.train.max_staleness, serving_dtype=dtype, directory=cfg.engine.directory
+        )
+    return engine, VLLMWeightSyncSender(
+        policy,
         url,
         backend=cfg.engine.backend,
-        serving_dtype=getattr(torch, cfg.engine.dtype),
+        serving_dtype=dtype,
         delta=cfg.engine.delta,
         master_address=cfg.engine.master_address,
     )
-    return engine, sender
 
 
-def make_loss(cfg: DictConfig, model: PreTrainedModel, sender: WeightSyncSender) -> PolicyLoss:
+def make_loss(cfg: DictConfig, policy: nn.Module, sender: WeightSyncSender) -> PolicyLoss:
     """The objective that the configuration names, over a tree actor."""
     options = hydra.utils.instantiate(cfg.loss.options, _convert_="all")  # corrections are objects: _target_
     if cfg.loss.name == "dr_grpo":
@@ -93,7 +108,7 @@ def make_loss(cfg: DictConfig, model: PreTrainedModel, sender: WeightSyncSender)
     if options.get("proximal") == "interpolated":
         options["current_version"] = lambda: sender.policy_version
     actor = TreeActor(
-        model,
+        policy,
         temperature=cfg.sampling.temperature,
         attention=cfg.model.attention,
         router_logits=options.get("load_balance_coeff", 0) > 0,
@@ -101,26 +116,20 @@ def make_loss(cfg: DictConfig, model: PreTrainedModel, sender: WeightSyncSender)
     return make_objective(cfg.loss.name, actor, **options)
 
 
-def make_packer(cfg: DictConfig, loss_module: PolicyLoss, model: PreTrainedModel) -> Packer:
-    """A window's rollouts to its micro-batches, after the policies that the loss compares with have scored them."""
+def make_packer(cfg: DictConfig, loss_module: PolicyLoss) -> Packer:
+    """A window's rollouts to its micro-batches, after the policy that the loss stays close to has scored them."""
     packer = TreePacker(token_budget=cfg.train.token_budget)
-    policies = {}
-    if schema.ENTRY_PROXIMAL_LOG_PROB in loss_module.in_keys:
-        policies[schema.PROXIMAL_LOG_PROB] = loss_module.actor_network
-    if schema.ENTRY_REF_LOG_PROB in loss_module.in_keys:
-        frozen = copy.deepcopy(model).requires_grad_(False)
-        policies[schema.REF_LOG_PROB] = TreeActor(
-            frozen, temperature=cfg.sampling.temperature, attention=cfg.model.attention
-        )
-    dtype = torch.bfloat16 if cfg.train.mixed_precision else None
-    scorers = [RolloutScorer(policy, packer, key=key, autocast_dtype=dtype) for key, policy in policies.items()]
+    if schema.ENTRY_PROXIMAL_LOG_PROB not in loss_module.in_keys:
+        return packer
+    score = RolloutScorer(
+        loss_module.actor_network, packer, key=schema.PROXIMAL_LOG_PROB, autocast_dtype=autocast_dtype(cfg)
+    )
+    return lambda rollouts: packer(score(rollouts))
 
-    def score_and_pack(rollouts: Sequence[TensorDictBase]) -> list[TreeBatch]:
-        for score in scorers:
-            rollouts = score(rollouts)
-        return packer(rollouts)
 
-    return score_and_pack
+def autocast_dtype(cfg: DictConfig) -> torch.dtype | None:
+    """What forwards without gradient run in, as the trainer's do."""
+    return torch.bfloat16 if cfg.train.mixed_precision else None
 
 
 @hydra.main(version_base=None, config_path=".", config_name="async_grpo")
@@ -136,9 +145,12 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
 
     # The policy: one model that is trained, and the task it is trained on
     path = resolve_model(cfg.model.name)
-    tokenizer = AutoTokenizer.from_pretrained(path)
     device = cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=cfg.model.dtype).to(device)
+    settings = ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
+    kwargs = model_kwargs(settings)
+    tokenizer = load_tokenizer(path, kwargs)
+    policy = load_policy(path, kwargs, peft_config=peft_config(settings), attention=None)
+    model: PreTrainedModel = unwrapped(policy)  # the same weights, without the adapter's wrapper
     attention = model.config._attn_implementation
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
@@ -146,7 +158,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     # Sampling: the engine decodes with its own copy of the weights, the collector keeps it busy and scores its answers
     source = PromptSource(prompts)
     longest_prompt = max(len(encode_prompt(tokenizer, draw, max_length=2**31)) for draw in source.head(len(prompts)))
-    engine, sender = make_engine(cfg, model, path, longest_prompt, cleanup)
+    engine, sender = make_engine(cfg, policy, path, longest_prompt, cleanup)
     replay_buffer = make_replay_buffer(
         batch_size=cfg.train.groups_per_step,
         max_staleness=cfg.train.max_staleness,
@@ -169,15 +181,16 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     )
 
     # Training: a window of groups becomes prefix trees, the actor forwards every shared token once
-    loss_module = make_loss(cfg, model, sender)
-    packer = make_packer(cfg, loss_module, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
+    loss_module = make_loss(cfg, policy, sender)
+    reference = reference_policy(loss_module.actor_network, path, kwargs, kl_to_ref_coeff=loss_module.kl_to_ref_coeff)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
 
     loggers = [CSVLogger("csv", log_dir=str(output)), TensorboardLogger("tensorboard", log_dir=str(output))]
     trainer = AsyncGRPOTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
-        packer=packer,
+        packer=make_packer(cfg, loss_module),
         loss_module=loss_module,
         optimizer=optimizer,
         weight_sync_sender=sender,
@@ -190,6 +203,8 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
         logger=loggers,
         log_interval=0,
     )
+    if reference is not None:
+        trainer.register_op("process_optim_batch", ReferenceLogProbs(reference, autocast_dtype=autocast_dtype(cfg)))
     before = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
     try:
         trainer.train()
@@ -205,7 +220,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     table = comparison_table(examples, before, after) + recoveries_line(sender.counters["server_recoveries"])
     (output / "answers.md").write_text(table + "\n")
     model.set_attn_implementation(attention)
-    model.save_pretrained(output / "model")
+    policy.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
     print(f"\n{table}\n\nModel, logs, answers.md and reward.png are in {output}")
 

@@ -81,7 +81,7 @@ def test_leaves_logs_picture_answers_and_a_model(model_dir, tmp_path, overrides)
         "8",
         "12",
     ]
-    assert list((tmp_path / "tensorboard").glob("events.*"))
+    assert list((tmp_path / "tensorboard" / model_dir.name).glob("events.*"))
     assert (tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
     assert len((tmp_path / "answers.md").read_text().splitlines()) == 2 + 8
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -47,6 +47,7 @@ from torchrl_asyncgrpo import (
     model_kwargs,
     peft_config,
     reference_policy,
+    run_name,
 )
 from torchrl_asyncgrpo.adapters import unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
@@ -144,7 +145,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     torch.manual_seed(cfg.train.seed)
 
     # The policy: one model that is trained, and the task it is trained on
-    path = resolve_model(cfg.model.name)
+    path, name = resolve_model(cfg.model.name), run_name(cfg.model.name)
     device = cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
     kwargs = model_kwargs(settings)
@@ -186,7 +187,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
 
-    loggers = [CSVLogger("csv", log_dir=str(output)), TensorboardLogger("tensorboard", log_dir=str(output))]
+    loggers = [CSVLogger("csv", log_dir=str(output)), TensorboardLogger(name, log_dir=str(output / "tensorboard"))]
     trainer = AsyncGRPOTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
@@ -215,7 +216,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
         cleanup.close()
 
     if trainer.collected_frames:
-        plot_course(output / "csv", output / "reward.png")
+        plot_course(output / "csv", output / "reward.png", name)
     after = sampled_answers(model, tokenizer, examples, cfg.sampling.max_tokens, cfg.sampling.temperature)
     table = comparison_table(examples, before, after) + recoveries_line(sender.counters["server_recoveries"])
     (output / "answers.md").write_text(table + "\n")

@@ -20,7 +20,7 @@ def read_scalar(log_dir: Path, name: str) -> tuple[list[float], list[float]]:
     return [float(frames) for frames, _ in rows], [float(value) for _, value in rows]
 
 
-def plot_course(log_dir: Path, picture: Path) -> None:
+def plot_course(log_dir: Path, picture: Path, title: str) -> None:
     """Draw reward (mean and spread over the rollouts of a step) and staleness over optimizer steps."""
     _, reward = read_scalar(log_dir, "reward")
     _, spread = read_scalar(log_dir, "reward_std")
@@ -38,6 +38,7 @@ def plot_course(log_dir: Path, picture: Path) -> None:
         xlabel="optimizer step", ylabel="staleness\n(policy versions)", ylim=(-0.1, max(1.0, max(staleness)) + 0.1)
     )
     below.grid(alpha=0.3)
+    figure.suptitle(title)
     figure.savefig(picture, dpi=120)
     plt.close(figure)
 

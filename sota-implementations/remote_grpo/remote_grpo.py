@@ -38,6 +38,7 @@ from torchrl_asyncgrpo import (
     PromptSource,
     RayBackend,
     RayEngine,
+    ReferenceLogProbs,
     RemoteActor,
     RemoteLoss,
     RemoteOptimizer,
@@ -56,6 +57,7 @@ from torchrl_asyncgrpo import (
     make_replay_buffer,
     model_kwargs,
     peft_config,
+    run_name,
 )
 from torchrl_asyncgrpo.adapters import unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
@@ -94,6 +96,8 @@ def make_actor(cfg: DictConfig, path: str) -> TreeActor:
 def make_loss(cfg: DictConfig, actor: TreeActor, sender: WeightSyncSender | None = None) -> PolicyLoss:
     """The objective that the configuration names, in a worker or, with the sender, here."""
     options = hydra.utils.instantiate(cfg.loss.options, _convert_="all")  # corrections are objects: _target_
+    if cfg.loss.name == "dr_grpo":
+        options.setdefault("constant", cfg.sampling.max_tokens)
     if options.get("proximal") == "interpolated":
         if sender is None:
             raise ValueError("loss.options.proximal=interpolated reads the policy version here; set remote.loss=here.")
@@ -128,24 +132,14 @@ def start_engine(
     )
 
 
-def make_packer(cfg: DictConfig, loss: PolicyLoss, start_backend: Callable[[], RayBackend]) -> Packer:
-    """A window's rollouts to its micro-batches, after the policies that the loss stays close to have scored them."""
+def make_packer(cfg: DictConfig, loss: PolicyLoss) -> Packer:
+    """A window's rollouts to its micro-batches, after the policy that the loss stays close to has scored them."""
     packing = {"token_budget": cfg.train.token_budget, "min_micro_batches": cfg.remote.workers}
     packer = FlatPacker(padding_free=True, **packing) if cfg.remote.contract == "flat" else TreePacker(**packing)
-    scorers = []
-    if schema.ENTRY_PROXIMAL_LOG_PROB in loss.in_keys:
-        scorers.append(RolloutScorer(loss.actor_network, packer, key=schema.PROXIMAL_LOG_PROB))
-    if schema.ENTRY_REF_LOG_PROB in loss.in_keys:
-        scorers.append(RolloutScorer(RemoteActor(start_backend()), packer, key=schema.REF_LOG_PROB))
-    if not scorers:
+    if schema.ENTRY_PROXIMAL_LOG_PROB not in loss.in_keys:
         return packer
-
-    def pack(rollouts: Sequence) -> list:
-        for score in scorers:
-            rollouts = score(rollouts)
-        return packer(rollouts)
-
-    return pack
+    score = RolloutScorer(loss.actor_network, packer, key=schema.PROXIMAL_LOG_PROB)
+    return lambda rollouts: packer(score(rollouts))
 
 
 def answers(
@@ -186,7 +180,7 @@ def check(cfg: DictConfig) -> None:
 def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     output = Path(cfg.output)
     torch.manual_seed(cfg.train.seed)
-    path = resolve_model(cfg.model.name)
+    path, name = resolve_model(cfg.model.name), run_name(cfg.model.name)
     tokenizer = load_tokenizer(path)
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
@@ -238,7 +232,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     trainer = AsyncGRPOTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
-        packer=make_packer(cfg, loss_here, start_backend),
+        packer=make_packer(cfg, loss_here),
         loss_module=RemoteLoss(actor) if cfg.remote.loss == "there" else loss_here,
         optimizer=optimizer,
         weight_sync_sender=sender,
@@ -246,16 +240,18 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
         async_collection=cfg.train.async_collection,
         total_frames=cfg.train.total_frames,
         clip_norm=cfg.optim.clip_norm,
-        logger=[CSVLogger("csv", log_dir=str(output)), TensorboardLogger("tensorboard", log_dir=str(output))],
+        logger=[CSVLogger("csv", log_dir=str(output)), TensorboardLogger(name, log_dir=str(output / "tensorboard"))],
         log_interval=0,
     )
+    if loss_here.kl_to_ref_coeff > 0:  # one more process, with the reference
+        trainer.register_op("process_optim_batch", ReferenceLogProbs(RemoteActor(start_backend())))
     before = answers(engine, tokenizer, examples, sampling(seed=0))
     try:
         trainer.train()
     except KeyboardInterrupt:
         print(f"\nStopped after {trainer.collected_frames} rollouts; what was trained so far is saved.")
     if trainer.collected_frames:
-        plot_course(output / "csv", output / "reward.png")
+        plot_course(output / "csv", output / "reward.png", name)
     table = comparison_table(examples, before, answers(engine, tokenizer, examples, sampling(seed=0)))
     (output / "answers.md").write_text(table + "\n")
     policy = load(cfg, path, device="cpu")  # weights come here once, to be saved

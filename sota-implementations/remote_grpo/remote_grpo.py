@@ -198,12 +198,13 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
         autocast_dtype=torch.bfloat16 if cfg.train.mixed_precision else None,
         actor_options=OmegaConf.to_container(cfg.remote.options),
     )
-    backend = start_backend(
+    backend: RayBackend = start_backend(
         make_optimizer=torch.optim.AdamW,
         make_loss=partial(make_loss, cfg) if cfg.remote.loss == "there" else None,
         make_sender=make_sender,
         workers=cfg.remote.workers,
     )
+    cleanup.callback(backend.shutdown)
 
     # Here: stand-ins for policy, optimizer and sender
     actor = RemoteActor(backend)
@@ -255,7 +256,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     table = comparison_table(examples, before, answers(engine, tokenizer, examples, sampling(seed=0)))
     (output / "answers.md").write_text(table + "\n")
     policy = load(cfg, path, device="cpu")  # weights come here once, to be saved
-    unwrapped(policy).load_state_dict(backend.save("model"))
+    unwrapped(policy).load_state_dict(backend.save("model"), strict=False)  # without layers in 4 or 8 bits, as loaded
     policy.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
     print(f"\n{table}\n\nModel, logs, answers.md and reward.png are in {output}")

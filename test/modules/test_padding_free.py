@@ -6,7 +6,7 @@ import pytest
 import torch
 from fakes import VOCABULARY, kept_log_softmax, tiny_gpt2, tiny_moe, tiny_qwen3
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, MiniMaxConfig, XGLMConfig
 
 from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
@@ -123,11 +123,29 @@ def test_model_that_mixes_sequences_is_refused():
         PaddingFreeActor(Leaky(tiny_qwen3().config))
 
 
-def test_recurrent_model_is_refused():
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+LINEAR = MiniMaxConfig(**SMALL, head_dim=8, num_local_experts=2, layer_types=["linear_attention", "full_attention"])
+BY_PLACE_IN_THE_ROW = XGLMConfig(vocab_size=VOCABULARY, d_model=32, ffn_dim=48, num_layers=2, attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LINEAR, "MiniMaxForCausalLM has layers of type linear_attention.*models of attention layers only"),
+        (BY_PLACE_IN_THE_ROW, "XGLMForCausalLM with .* mixes the sequences"),
+    ],
+)
+def test_models_that_mix_a_little_are_refused(config, message):
+    """With weights that are not trained the difference is small, and grows with the row."""
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
-    with pytest.raises(ValueError, match="MambaForCausalLM .* mixes the sequences"):
+    with pytest.raises(ValueError, match=message):
         PaddingFreeActor(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_not_mistaken_for_mixing(dtype):
+    for model in (tiny_qwen3(), tiny_moe()):
+        PaddingFreeActor(model.to(dtype))
 
 
 def test_plain_module_is_a_type_error():

@@ -162,14 +162,6 @@ def test_policy_elsewhere_has_its_reference_elsewhere():
     assert reference_policy(actor, kl_to_ref_coeff=0.0) is None
 
 
-def test_row_without_padding_gets_the_reference_too():
-    (batch,) = FlatPacker(padding_free=True)(rollouts())
-    ReferenceLogProbs(TreeActor(tiny_qwen3()))(batch)
-    row, entry = batch["flat"], batch["entry"]
-    assert torch.equal(row["ref_log_probs"][row["completion_mask"]], entry["ref_log_prob"][entry["node"].argsort()])
-    assert not row["ref_log_probs"][~row["completion_mask"]].any()
-
-
 def test_an_adapter_that_fails_in_the_reference_is_on_afterwards():
     policy = lora()
     actor = TreeActor(policy)

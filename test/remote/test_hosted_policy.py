@@ -3,14 +3,17 @@
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
+from adapted import quantized
 from fakes import tiny_moe, tiny_qwen3
+from peft import LoraConfig
 from remote.windows import ACTORS, PACKERS, adamw, assert_close, gradients, grpo, weights, window
 from torch import nn
 
-from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker
+from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, load_policy
 from torchrl_asyncgrpo.remote.actor import RemoteActor
 from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 from torchrl_asyncgrpo.remote.protocol import RemoteBackend
@@ -128,7 +131,7 @@ def test_a_forward_is_backpropagated_once():
     (batch,) = TreePacker()(window())
     values, ticket = policy.forward(batch)
     policy.backward(ticket, {"log_prob": torch.ones_like(values["log_prob"])})
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="forward 0 was backpropagated already, or dropped by zero_grad"):
         policy.backward(ticket, {"log_prob": torch.ones_like(values["log_prob"])})
 
 
@@ -174,6 +177,46 @@ def test_frozen_parameters_are_not_given_to_the_optimizer():
 def test_what_is_no_actor_is_a_type_error(built):
     with pytest.raises(TypeError, match=f"make_actor returned a {type(built).__name__}.*TreeActor"):
         HostedPolicy(lambda: built)
+
+
+def test_every_parameter_reaches_an_optimizer_with_several_groups():
+    """Those with and without weight decay, as everybody builds it."""
+
+    def make_optimizer(parameters):
+        groups = [[p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1]]
+        return torch.optim.AdamW([{"params": group} for group in groups])
+
+    policy = HostedPolicy(ACTORS["tree"], make_optimizer=make_optimizer)
+    given = {id(parameter) for parameter in policy._parameters()}
+    assert given == {id(parameter) for parameter in policy.model.parameters()}
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_state_of_an_adapter_comes_back_on_a_base_that_is_loaded_anew(bits, tmp_path):
+    model, options = (tiny_qwen3, {}) if bits is None else (partial(quantized, tmp_path, bits), {})
+
+    def make_actor():
+        return TreeActor(load_policy(model(), peft_config=LoraConfig(target_modules="all-linear"), **options))
+
+    first, second = (HostedPolicy(make_actor, make_loss=grpo) for _ in range(2))
+    (batch,) = TreePacker()(window())
+
+    def step(policy):
+        values, ticket = policy.forward(batch.copy(), loss=True)
+        policy.backward(ticket, {"loss_objective": torch.ones(())})
+        policy.step([{"lr": 1e-2}])
+        return values["loss_objective"]
+
+    for _ in range(2):
+        step(first)
+    for part in ("model", "optimizer"):
+        second.load(part, copy.deepcopy(first.save(part)))
+    assert torch.equal(step(first), step(second))
+
+
+def test_half_precision_that_needs_a_scaled_loss_is_refused():
+    with pytest.raises(ValueError, match="autocast_dtype=torch.float16.*bfloat16"):
+        HostedPolicy(ACTORS["tree"], autocast_dtype=torch.float16)
 
 
 def test_loss_and_push_without_their_parts_are_refused():

@@ -75,6 +75,14 @@ def test_without_gradient_mode_the_backend_keeps_nothing():
     assert not backend._forwards
 
 
+@pytest.mark.parametrize("contract", ["tree", "flat"])
+def test_what_stages_behind_the_packer_write_reaches_the_backend(contract):
+    backend = HostedPolicy(ACTORS[contract], make_loss=grpo)
+    (batch,) = PACKERS[contract].__class__(**({"padding_free": True} if contract == "flat" else {}))(window())
+    batch["rollout", "advantage"].zero_()
+    assert RemoteLoss(RemoteActor(backend))(batch)["loss_objective"].item() == 0
+
+
 def test_backend_without_a_loss_is_refused():
     with pytest.raises(ValueError, match="HostedPolicy has no loss.*make_loss"):
         RemoteLoss(RemoteActor(HostedPolicy(ACTORS["tree"])))

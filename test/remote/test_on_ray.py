@@ -120,10 +120,21 @@ def test_failure_in_a_worker_is_raised_here_in_its_own_type(trained):
     with pytest.raises(ValueError, match="shorter|longer"):
         backend.step([])
     backend.backward((0, 12345), {})
-    with pytest.raises(KeyError, match="12345"):
+    with pytest.raises(RuntimeError, match="forward 12345 was backpropagated already"):
         backend.clip_grad_norm(None)
     grpo(RemoteActor(backend))(PACKERS[contract](window())[0])["loss_objective"].backward()
     assert backend.clip_grad_norm(None) > 0
+    backend.step(None)
+
+
+def test_a_backward_that_failed_is_known_before_a_step(trained):
+    backend, contract, _ = trained
+    before = backend.save("model")
+    grpo(RemoteActor(backend))(PACKERS[contract](window())[0])["loss_objective"].backward()
+    backend.backward((0, 12345), {})
+    with pytest.raises(RuntimeError, match="forward 12345"):
+        backend.step([{"lr": 1.0}])
+    assert_close(backend.save("model"), before, 0)
     backend.step(None)
 
 
@@ -262,6 +273,31 @@ def test_model_that_the_backend_cannot_run_is_an_error_at_construction(on_ray, w
         RayBackend(recurrent_actor, actor_options=NO_CPU)
     (worker, *_) = on_ray_module._start_workers.workers
     await_end(on_ray, worker)
+
+
+@pytest.mark.parametrize("what", ["worker", "engine"])
+def test_a_cluster_without_room_is_said_and_ends(on_ray, what, monkeypatch, caplog):
+    monkeypatch.setattr(on_ray_module, "_HINT_AFTER", 0.1)
+    options = dict(actor_options={"num_cpus": 64}, start_timeout=0.3)
+    with pytest.raises(TimeoutError, match=r"num_cpus': 64.*within start_timeout=0.3 s. It has .* of 2 CPU.* free"):
+        RayBackend(tree_actor, **options) if what == "worker" else RayEngine(make_engine, **options)
+
+
+def test_the_senders_end_comes_with_that_of_the_workers(on_ray, workers, tmp_path):
+    """It may have files, and versions of an adapter on a server."""
+    ended = tmp_path / "ended"
+
+    class Sender(LocalWeightSyncSender):
+        def destroy(self):
+            ended.touch()
+
+    backend = RayBackend(
+        tree_actor,
+        make_sender=lambda model: Sender(model, SimpleNamespace(shares_weights=False)),
+        actor_options=NO_CPU,
+    )
+    backend.shutdown()
+    assert ended.exists()
 
 
 def test_requests_of_one_tick_are_one_cohort_of_the_engine(engine):

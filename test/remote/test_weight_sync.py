@@ -8,6 +8,7 @@ from remote.windows import ACTORS
 from torchrl_asyncgrpo import LocalWeightSyncSender, TransformersEngine
 from torchrl_asyncgrpo.remote.actor import RemoteActor
 from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
+from torchrl_asyncgrpo.remote.protocol import Push
 from torchrl_asyncgrpo.remote.weight_sync import RemoteWeightSyncSender
 
 
@@ -92,6 +93,24 @@ def test_a_failed_push_raises_leaves_the_version_and_the_next_is_clean(parts):
     assert sender.policy_version == engine.policy_version == 1
     backend.sender.send_weights = send
     assert sender.update_weights() == engine.policy_version == 2
+
+
+def test_a_push_that_is_not_confirmed_is_none(parts):
+    engine, backend, sender = parts
+    backend.push_weights = lambda version: Push(False, {})
+    with pytest.raises(RuntimeError, match="HostedPolicy did not confirm the push of version 1"):
+        sender.update_weights()
+    assert sender.policy_version == engine.policy_version == 0
+
+
+def test_what_the_backends_sender_counted_is_counted_here(parts):
+    _, backend, sender = parts
+    backend.sender.counters["server_recoveries"] = 2
+    sender.update_weights()
+    assert sender.counters == {"server_recoveries": 2}
+    backend.sender.counters["server_recoveries"] = 3
+    sender.lost()
+    assert sender.counters == {"server_recoveries": 3}
 
 
 def test_backend_without_a_sender_is_refused():

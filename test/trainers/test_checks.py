@@ -1,49 +1,45 @@
-"""The combinations that would hang or train the wrong thing; see also the bad arguments of the trainer."""
-
-from types import SimpleNamespace
+"""Parts that do not fit each other are found when the trainer is built."""
 
 import pytest
+import torch
+from adapted import lora
+from fakes import character_tokenizer
 
-from torchrl_asyncgrpo.trainers.checks import check_counts, check_parts
+from torchrl_asyncgrpo import (
+    AsyncGRPOTrainer,
+    AsyncLLMCollector,
+    GRPOLoss,
+    SamplingParams,
+    TransformersEngine,
+    TreeActor,
+    VLLMAdapterSyncSender,
+    make_replay_buffer,
+)
 
 
-def check(**changes):
-    buffer = object()
-    parts = dict(
-        collector=SimpleNamespace(replay_buffer=buffer),
-        replay_buffer=buffer,
-        loss_module=None,
-        sender=None,
-        groups=2,
-        pushes_per_window=1.0,
-        async_collection=True,
+@pytest.mark.parametrize(("of_the_buffer", "fits"), [(1, True), (2, True), (3, False), (None, False)])
+def test_rollouts_older_than_the_adapters_that_are_served_are_not_trained(of_the_buffer, fits):
+    policy = lora()
+    engine = TransformersEngine(policy, max_length=32)
+    sender = VLLMAdapterSyncSender(policy, "http://server", max_staleness=2)
+    buffer = make_replay_buffer(
+        batch_size=1, max_staleness=of_the_buffer, current_version=lambda: sender.policy_version
     )
-    check_parts(**{**parts, **changes})
+    collector = AsyncLLMCollector(
+        engine, ["1+1="], lambda completions, **_: [0.0 for _ in completions], tokenizer=character_tokenizer(),
+        sampling_params=SamplingParams(n=2, max_tokens=2), groups_per_step=1, replay_buffer=buffer, max_staleness=1,
+    )  # fmt: skip
 
+    def build():
+        AsyncGRPOTrainer(
+            collector=collector, replay_buffer=buffer, loss_module=GRPOLoss(TreeActor(policy)),
+            optimizer=torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad]),
+            weight_sync_sender=sender, async_collection=True, total_frames=4,
+        )  # fmt: skip
 
-def test_any_collector_may_share_a_buffer_with_the_trainer():
-    check()
-    check(replay_buffer=None, async_collection=False)
-
-
-@pytest.mark.parametrize("buffer", [None, object()])
-def test_beside_needs_one_buffer(buffer):
-    with pytest.raises(ValueError, match="same object of make_replay_buffer"):
-        check(replay_buffer=buffer)
-
-
-COUNTS = dict(batch_size=None, gradient_accumulation_steps=1, num_epochs=1, optim_steps_per_batch=None)
-
-
-@pytest.mark.parametrize("name", ["num_epochs", "optim_steps_per_batch", "batch_size"])
-def test_counts_begin_at_one(name):
-    check_counts(object(), **{**COUNTS, name: 1})
-    with pytest.raises(ValueError, match=f"{name}=0; it must be at least 1"):
-        check_counts(object(), **{**COUNTS, name: 0})
-
-
-@pytest.mark.parametrize("change", [dict(batch_size=2), dict(gradient_accumulation_steps=2)])
-def test_counts_of_groups_need_a_buffer(change):
-    check_counts(object(), **{**COUNTS, **change})
-    with pytest.raises(ValueError, match="there is none.*make_replay_buffer"):
-        check_counts(None, **{**COUNTS, **change})
+    if fits:
+        build()
+    else:
+        with pytest.raises(ValueError, match=rf"max_staleness=2, beyond.*max_staleness={of_the_buffer}, where None"):
+            build()
+    engine.shutdown()

@@ -31,9 +31,11 @@ from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 class Parts:
     """A run whose policy is in a backend of this process, or, as ``local``, in the trainer."""
 
-    def __init__(self, kind="here", *, contract="tree", packer=None, optimizer=None, max_staleness=0, **trainer):
+    def __init__(
+        self, kind="here", *, contract="tree", packer=None, optimizer=None, max_staleness=0, copy=True, **trainer
+    ):
         self.model = tiny_qwen3()
-        self.engine = TransformersEngine(self.model, max_length=32)
+        self.engine = TransformersEngine(self.model, max_length=32, copy_weights=copy)
         make_actor = {"tree": TreeActor, "flat": PaddingFreeActor}[contract]
         if kind == "local":
             actor = make_actor(self.model)
@@ -236,6 +238,32 @@ def test_optimizer_that_cannot_reach_the_model_is_refused(run, kind):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(()))])
     with pytest.raises(ValueError, match=r"optimizer=AdamW .*RemoteOptimizer\(actor.backend\)"):
         run(kind, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", ["here", "there", "local"])
+def test_optimizer_of_another_backend_is_refused(run, kind):
+    other = HostedPolicy(lambda: TreeActor(tiny_qwen3()))
+    with pytest.raises(ValueError, match=r"optimizer=RemoteOptimizer cannot reach the model, which is in"):
+        run(kind, optimizer=RemoteOptimizer(other, lr=1e-2))
+
+
+@pytest.mark.parametrize("kind", ["here", "local"])
+def test_sender_that_cannot_reach_the_model_is_refused(run, kind):
+    parts = run(kind)
+    actor = RemoteActor(HostedPolicy(lambda: TreeActor(tiny_qwen3()), make_sender=lambda model: parts.sender))
+    senders = [RemoteWeightSyncSender(actor), LocalWeightSyncSender(actor, parts.engine)]
+    for sender in senders:
+        with pytest.raises(ValueError, match=rf"weight_sync_sender={type(sender).__name__} cannot reach the model"):
+            AsyncGRPOTrainer(
+                collector=parts.trainer.collector, loss_module=parts.loss, optimizer=parts.trainer.optimizer,
+                weight_sync_sender=sender, total_frames=6, packer=TreePacker(),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["local", "here", "there"])
+def test_engine_that_shares_weights_is_refused_beside_the_trainer_wherever_they_are(run, kind):
+    with pytest.raises(ValueError, match="would decode while they are written"):
+        run(kind, max_staleness=1, async_collection=True, copy=False)
 
 
 def test_autocast_that_cannot_reach_the_model_is_refused(run):

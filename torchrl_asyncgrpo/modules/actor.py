@@ -234,7 +234,7 @@ def head_transform(model: PreTrainedModel, temperature: float) -> HeadTransform:
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, head: nn.Linear, transform: HeadTransform) -> None:
     probe = torch.arange(2, device=head.weight.device)[None]
-    with _evaluating(model):
+    with evaluating(model):
         expected_CV = model(input_ids=probe, use_cache=False).logits[0].double() / transform.temperature
         hidden_CD = model.base_model(input_ids=probe, use_cache=False).last_hidden_state[0]
     logits_CV = transform.logits_(head(hidden_CD).double())
@@ -250,7 +250,7 @@ def _check_head(model: PreTrainedModel, head: nn.Linear, transform: HeadTransfor
 def _check_routers(model: PreTrainedModel) -> None:
     """Raise ``ValueError`` unless the model reports one row of router logits per token and layer of experts."""
     probe = torch.arange(2, device=model.device)[None]
-    with _evaluating(model):
+    with evaluating(model):
         output = model.base_model(input_ids=probe, use_cache=False, output_router_logits=True)
     shapes = [tuple(logits.shape) for logits in output.get("router_logits") or ()]
     if not shapes:
@@ -268,7 +268,7 @@ def _check_routers(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Run the model without dropout; each of its modules keeps its own mode."""
     training = {module: module.training for module in model.modules()}
     try:

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.data import schema
-from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.modules.actor import TreeActor, evaluating
+from torchrl_asyncgrpo.modules.tree_attention.features import beyond_attention
 from torchrl_asyncgrpo.packing.padding_free import chain_starts
 
 
@@ -64,23 +65,30 @@ class PaddingFreeActor(TreeActor):
 
 @torch.no_grad()
 def _check_sequences_apart(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` if the second sequence of a row is not what it is alone."""
+    """Raise ``ValueError`` if layers look beyond attention, or the second sequence of a row is not what it is alone."""
+    for feature in beyond_attention(model):
+        raise ValueError(
+            f"{type(model).__name__} has {feature}, which reach from one sequence of a row into the next; "
+            "PaddingFreeActor runs models of attention layers only."
+        )
     device = next(model.parameters()).device
     if device.type == "meta":
         return
-    position_N = torch.arange(2, device=device)
-    row_T, position_T = position_N.repeat(2)[None], position_N.repeat(2)[None]
-    training = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        alone_ND, together_TD = (
-            model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0].double()
-            for ids, positions in ((position_N[None], position_N[None]), (row_T, position_T))
-        )
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    if not torch.allclose(together_TD[2:], alone_ND, rtol=0.02, atol=0.02 * float(alone_ND.abs().max())):
+    first_N, second_N = torch.arange(5, device=device), 1 + torch.arange(7, device=device)
+
+    def hidden_states(*sequences: Tensor) -> Tensor:
+        ids, positions = torch.cat(sequences), torch.cat([torch.arange(len(s), device=device) for s in sequences])
+        output = model.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        return output.last_hidden_state[0].double()
+
+    with evaluating(model):
+        together_TD = hidden_states(first_N, second_N)
+        alone_TD = torch.cat([hidden_states(first_N), hidden_states(second_N)])
+    error_T = (together_TD - alone_TD).abs().amax(1)
+    # nothing stands before the first sequence: what it differs by is rounding
+    rounding, scale = float(error_T[: len(first_N)].max()), float(alone_TD.abs().max())
+    floor = min(16 * torch.finfo(model.dtype).eps, 0.05) * scale
+    if not float(error_T[len(first_N) :].max()) <= max(8 * rounding, floor):
         raise ValueError(
             f"{type(model).__name__} with attn_implementation={model.config._attn_implementation!r} mixes the "
             "sequences of one row: it does not read position_ids as their boundaries. Use a model of causal attention "

@@ -23,7 +23,6 @@ from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.modules.checkpoint import load_model
 from torchrl_asyncgrpo.modules.scoring import entry_log_prob
-from torchrl_asyncgrpo.packing.padding_free import to_padding_free
 
 
 def reference_policy(
@@ -150,8 +149,6 @@ class ReferenceLogProbs:
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Write ``entry.ref_log_prob``, [L] float32 nats of the whole vocabulary at the actor's temperature.
 
-        Where the batch has the table ``flat``, ``flat.ref_log_probs`` is written, too.
-
         Args:
             batch: a ``TreeBatch`` on the reference's device, or a lazy stack [K] of some.
 
@@ -162,6 +159,4 @@ class ReferenceLogProbs:
             micro_batch[schema.ENTRY_REF_LOG_PROB] = entry_log_prob(
                 self.actor, micro_batch, within_kept=False, autocast_dtype=self.autocast_dtype
             )
-            if schema.FLAT in micro_batch.keys():
-                micro_batch[schema.FLAT] = to_padding_free(micro_batch)
         return batch

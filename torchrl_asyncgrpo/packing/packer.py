@@ -147,7 +147,8 @@ class FlatPacker(_Packer):
     ``input_ids``               [T] int64  the tokens
     ``position_ids``            [T] int64  position in the rollout, 0 at its first token: where transformers' models
                                            see that a sequence begins
-    ``cu_seqlens``              [S + 1]    int32, where each rollout begins, and T: what varlen kernels take
+    ``cu_seqlens``              [S + 1]    int32, where each rollout begins, and T: what varlen kernels take; [0, 1]
+                                           where nothing is trained
     ``completion_mask``         [T] bool   True on trained tokens; what follows is 0 elsewhere
     ``old_log_probs``           [T]        float32 nats, as sampled
     ``advantages``              [T]        float32

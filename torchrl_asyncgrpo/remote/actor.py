@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.packing.padding_free import to_padding_free
 from torchrl_asyncgrpo.remote.protocol import RemoteBackend
 
 _KEY_OF = {
@@ -123,12 +124,12 @@ class RemoteActor(TreeActor):
 
     def _sent(self, batch: TensorDictBase, loss: bool) -> TensorDictBase:
         if self.backend.info.contract == "flat":
-            sent = batch.get(schema.FLAT, None)
-            if sent is None:
+            if schema.FLAT not in batch.keys():
                 raise ValueError(
                     f"the batch has no table {schema.FLAT!r}, and the backend's contract is 'flat': it has no tree "
                     "attention. Pack with FlatPacker(padding_free=True)."
                 )
+            sent = to_padding_free(batch)  # anew: stages behind the packer write the other tables
         elif loss:
             sent = batch.exclude(schema.FLAT)
         else:

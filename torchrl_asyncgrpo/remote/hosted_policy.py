@@ -15,8 +15,10 @@ from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 from torchrl_asyncgrpo.packing.padding_free import from_padding_free
-from torchrl_asyncgrpo.remote.protocol import BackendInfo, Forward, Part
+from torchrl_asyncgrpo.remote.protocol import BackendInfo, Forward, Part, Push
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
+
+_MODEL = "model."  # of the actor's state
 
 
 class Collective(Protocol):
@@ -47,6 +49,7 @@ class HostedPolicy:
 
     Raises:
         TypeError: if ``make_actor`` returns something else.
+        ValueError: if ``autocast_dtype`` is ``torch.float16``.
     """
 
     def __init__(
@@ -58,6 +61,11 @@ class HostedPolicy:
         make_sender: Callable[[nn.Module], WeightSyncSender] | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
+        if autocast_dtype == torch.float16:
+            raise ValueError(
+                "autocast_dtype=torch.float16: small gradients would vanish, since a backend scales no loss; use "
+                "torch.bfloat16."
+            )
         self.actor = make_actor()
         if not isinstance(self.actor, TreeActor):
             raise TypeError(
@@ -65,7 +73,7 @@ class HostedPolicy:
             )
         self.model = self.actor.model
         self.device = next(self.model.parameters()).device
-        self.optimizer = make_optimizer(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        self.optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         self.loss = None if make_loss is None else make_loss(self.actor)
         self.sender = None if make_sender is None else make_sender(self.model)
         self.autocast_dtype = autocast_dtype
@@ -126,7 +134,12 @@ class HostedPolicy:
 
     def backward(self, ticket: int, gradients: Mapping[str, Tensor]) -> None:
         """See :class:`RemoteBackend`."""
-        values = self._forwards.pop(ticket)
+        values = self._forwards.pop(ticket, None)
+        if values is None:
+            raise RuntimeError(
+                f"forward {ticket} was backpropagated already, or dropped by zero_grad or step; call zero_grad before "
+                "the forward, and backward once for each."
+            )
         names = [name for name in gradients if values[name].requires_grad]
         torch.autograd.backward([values[name] for name in names], [gradients[name].to(values[name]) for name in names])
 
@@ -166,22 +179,33 @@ class HostedPolicy:
         self._summed = True
 
     def save(self, part: Part) -> dict[str, Any]:
-        """See :class:`RemoteBackend`."""
-        return _on_cpu((self.model if part == "model" else self.optimizer).state_dict())
+        """See :class:`RemoteBackend`. Of the model, layers in 4 or 8 bits are left out: they are frozen."""
+        if part == "optimizer":
+            return _on_cpu(self.optimizer.state_dict())
+        state = self.actor.state_dict()  # and not the model's, which cannot load what it saves of few bits
+        return _on_cpu({name.removeprefix(_MODEL): value for name, value in state.items()})
 
     def load(self, part: Part, state: Mapping[str, Any]) -> None:
         """See :class:`RemoteBackend`."""
-        (self.model if part == "model" else self.optimizer).load_state_dict(dict(state))
+        if part == "optimizer":
+            self.optimizer.load_state_dict(dict(state))
+        else:
+            self.actor.load_state_dict({_MODEL + name: value for name, value in state.items()})
 
-    def push_weights(self, version: int | None) -> bool:
+    def push_weights(self, version: int | None) -> Push:
         """See :class:`RemoteBackend`."""
         if self.sender is None:
             raise ValueError("the backend was built without make_sender, and has no engine to push to.")
         if version is None:
-            return not self.sender.lost()
+            return Push(not self.sender.lost(), self.sender.counters)
         self.sender.next_version = version
         self.sender.update_weights()
-        return True
+        return Push(True, self.sender.counters)
+
+    def shutdown(self) -> None:
+        """Close the transfer to the engine."""
+        if self.sender is not None:
+            self.sender.destroy()
 
 
 def _on_cpu(state: Any) -> Any:

@@ -11,12 +11,17 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_asyncgrpo.engines.base import Completion, LocalEngine, SamplingParams
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
-from torchrl_asyncgrpo.remote.protocol import BackendInfo, Forward, Part
+from torchrl_asyncgrpo.remote.protocol import BackendInfo, Forward, Part, Push
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
+
+# Seconds
+_HINT_AFTER = 10.0
+_SHUTDOWN_TIMEOUT = 10.0
 
 
 def _ray() -> Any:
@@ -54,6 +59,7 @@ class RayBackend:
         collective: ``"gloo"`` on any device, ``"nccl"`` between GPUs; Ray's needs cupy.
         actor_options: Ray's options for each worker, such as ``{"num_gpus": 1}`` or ``{"num_cpus": 4}``, which is the
             number of threads too.
+        start_timeout: seconds that Ray may take to find room for the workers.
 
     Attributes:
         info: what the workers are.
@@ -62,6 +68,7 @@ class RayBackend:
     Raises:
         ImportError: if Ray is not installed.
         ValueError: if ``workers`` is below 1, and what building the policy raised.
+        TimeoutError: if the cluster has no room for the workers.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class RayBackend:
         autocast_dtype: torch.dtype | None = None,
         collective: Literal["gloo", "nccl"] = "gloo",
         actor_options: Mapping[str, Any] | None = None,
+        start_timeout: float = 300.0,
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}; a backend has at least one.")
@@ -83,8 +91,10 @@ class RayBackend:
         self._ray = _ray()
         self._next = 0
         self._running: list[Any] = []
-        self.workers = _start_workers(workers, dict(actor_options or {}))
+        options = dict(actor_options or {})
+        self.workers = _start_workers(workers, options)
         try:
+            _await_room(self.workers, f"{workers} workers", options, start_timeout)
             parts = {
                 "make_optimizer": make_optimizer,
                 "make_loss": make_loss,
@@ -134,6 +144,8 @@ class RayBackend:
     def step(self, options: Sequence[Mapping[str, Any]] | None) -> None:
         """Step in every worker; see :class:`RemoteBackend`."""
         self._next = 0
+        if options is not None:
+            self._get([])  # a backward that failed is to be known before anything is stepped
         self._all("step", options)
 
     def save(self, part: Part) -> dict[str, Any]:
@@ -144,12 +156,13 @@ class RayBackend:
         """Restore every worker; see :class:`RemoteBackend`."""
         self._all("load", part, self._ray.put(dict(state)))
 
-    def push_weights(self, version: int | None) -> bool:
+    def push_weights(self, version: int | None) -> Push:
         """Push from the first worker; see :class:`RemoteBackend`."""
         return self._get([self.workers[0].call.remote("push_weights", version)])[0]
 
     def shutdown(self) -> None:
-        """End the workers."""
+        """Close the transfer to the engine, and end the workers."""
+        self._ray.wait([self.workers[0].call.remote("shutdown")], timeout=_SHUTDOWN_TIMEOUT)
         for worker in self.workers:
             self._ray.kill(worker)
 
@@ -168,6 +181,25 @@ class _Worker:
 def _start_workers(count: int, options: dict[str, Any]) -> list[Any]:
     worker = _ray().remote(_Worker).options(**options)
     return [worker.remote() for _ in range(count)]
+
+
+def _await_room(actors: Sequence[Any], what: str, options: Mapping[str, Any], timeout: float) -> None:
+    """Return when Ray has started the actors; say after a while what they wait for, and raise in the end."""
+    ray = _ray()
+    ready = [actor.__ray_ready__.remote() for actor in actors]
+    _, waiting = ray.wait(ready, num_returns=len(ready), timeout=min(_HINT_AFTER, timeout))
+    if not waiting:
+        return
+    need = f"{what} with actor_options={dict(options)}"
+    has, free = ray.cluster_resources(), ray.available_resources()
+    room = ", ".join(f"{free.get(name, 0):g} of {has.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    remedy = "Ask for less, or add machines to the cluster"
+    torchrl_logger.warning(f"{need}: Ray has not started them yet. It has {room} free. {remedy}.")
+    _, waiting = ray.wait(ready, num_returns=len(ready), timeout=max(0.0, timeout - _HINT_AFTER))
+    if waiting:
+        raise TimeoutError(
+            f"{need}: Ray did not start them within start_timeout={timeout:g} s. It has {room} free. {remedy}."
+        )
 
 
 class _RayCollective:
@@ -192,6 +224,7 @@ class RayEngine:
     Args:
         make_engine: builds the engine, such as a ``TransformersEngine``, in the actor.
         actor_options: Ray's options for the actor, such as ``{"num_cpus": 2}``.
+        start_timeout: seconds that Ray may take to find room for the actor.
 
     Attributes:
         max_length: most tokens of prompt and completion together.
@@ -199,6 +232,7 @@ class RayEngine:
 
     Raises:
         ImportError: if Ray is not installed.
+        TimeoutError: if the cluster has no room for the actor.
 
     Example:
         >>> engine = RayEngine(lambda: TransformersEngine(AutoModelForCausalLM.from_pretrained(path)))
@@ -208,12 +242,18 @@ class RayEngine:
     shares_weights = False
 
     def __init__(
-        self, make_engine: Callable[[], LocalEngine], *, actor_options: Mapping[str, Any] | None = None
+        self,
+        make_engine: Callable[[], LocalEngine],
+        *,
+        actor_options: Mapping[str, Any] | None = None,
+        start_timeout: float = 300.0,
     ) -> None:
         ray = _ray()
-        self._host = ray.remote(_EngineHost).options(**(actor_options or {})).remote()
+        options = dict(actor_options or {})
+        self._host = ray.remote(_EngineHost).options(**options).remote()
         self._forming: weakref.WeakKeyDictionary[Any, _Tick] = weakref.WeakKeyDictionary()
         try:
+            _await_room([self._host], "an engine", options, start_timeout)
             self.max_length: int = ray.get(self._host.build.remote(make_engine))
         except BaseException:
             ray.kill(self._host)

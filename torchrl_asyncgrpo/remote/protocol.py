@@ -64,6 +64,19 @@ class Forward(NamedTuple):
     ticket: Any
 
 
+class Push(NamedTuple):
+    """What came of a push.
+
+    Attributes:
+        held: True when the engine confirmed it; where nothing was pushed, whether it still holds the last one that it
+            confirmed, as far as is known.
+        counters: of the sender, such as ``server_recoveries``; the trainer logs them.
+    """
+
+    held: bool
+    counters: Mapping[str, int]
+
+
 @runtime_checkable
 class RemoteBackend(Protocol):
     """A model and its optimizer in another process. What goes wrong there is raised here, at the latest by ``step``."""
@@ -110,14 +123,10 @@ class RemoteBackend(Protocol):
         """Restore what ``save`` returned."""
         ...
 
-    def push_weights(self, version: int | None) -> bool:
+    def push_weights(self, version: int | None) -> Push:
         """Push the weights to the engine.
 
         Args:
             version: policy version of the push; None pushes nothing, and only asks.
-
-        Returns:
-            True when the engine confirmed the push; for None, whether it still holds the last one that it confirmed, as
-            far as is known.
         """
         ...

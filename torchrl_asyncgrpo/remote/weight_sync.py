@@ -59,9 +59,17 @@ class RemoteWeightSyncSender(WeightSyncSender):
 
         Args:
             weights: not read.
+
+        Raises:
+            RuntimeError: if the backend does not confirm it.
+            Exception: what went wrong there.
         """
         del weights
-        self.backend.push_weights(self._next)
+        if not self._push(self._next):
+            raise RuntimeError(
+                f"the {type(self.backend).__name__} did not confirm the push of version {self._next}, and raised "
+                "nothing either."
+            )
 
     def resume(self, policy_version: int | None = None) -> None:
         """Take note of a push that was confirmed."""
@@ -73,7 +81,13 @@ class RemoteWeightSyncSender(WeightSyncSender):
 
     def lost(self) -> bool:
         """Whether the engine is up and no longer holds the last confirmed push, as the backend's sender sees it."""
-        return self._policy_version > 0 and not self.backend.push_weights(None)
+        return self._policy_version > 0 and not self._push(None)
+
+    def _push(self, version: int | None) -> bool:
+        held, counters = self.backend.push_weights(version)
+        for name, count in counters.items():
+            self.counters[name] = count
+        return held
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Not here: the weights are in the backend.

@@ -14,12 +14,15 @@ from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 from torchrl_asyncgrpo.packing import FlatPacker, TreePacker
-from torchrl_asyncgrpo.remote.actor import RemoteActor
+from torchrl_asyncgrpo.remote.actor import RemoteActor, StandIn
+from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
+from torchrl_asyncgrpo.remote.weight_sync import RemoteWeightSyncSender
 from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
 from torchrl_asyncgrpo.trainers.window import Packer
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 from torchrl_asyncgrpo.weight_sync.local import LocalWeightSyncSender
+from torchrl_asyncgrpo.weight_sync.vllm_adapter import VLLMAdapterSyncSender
 
 
 def check_counts(replay_buffer: ReplayBuffer | None, **counts: int | None) -> None:
@@ -64,6 +67,9 @@ def check_parts(
         pushes_per_window: weight pushes while one window is trained; below 1 where a push comes every few windows.
         async_collection: whether the collector runs beside the trainer.
         packer, stepper: of the run; looked at where they are of this package.
+
+    Raises:
+        ValueError: naming the argument of the trainer.
     """
     if async_collection and (replay_buffer is None or collector.replay_buffer is not replay_buffer):
         raise ValueError(
@@ -72,8 +78,7 @@ def check_parts(
         )
     actor = getattr(loss_module, "actor_network", None)
     _check_packer(packer, actor)
-    if isinstance(actor, RemoteActor):
-        _check_optimizer(stepper)
+    _check_backend(actor, sender, stepper)
     if not isinstance(collector, AsyncLLMCollector):
         return
     if async_collection and groups is not None:
@@ -101,11 +106,27 @@ def _check_packer(packer: Packer | None, actor: Any) -> None:
         )
 
 
-def _check_optimizer(stepper: OptimizationStepper | None) -> None:
-    if isinstance(stepper, WindowOptimizationStepper) and not isinstance(stepper.optimizer, RemoteOptimizer):
+def _check_backend(actor: Any, sender: WeightSyncSender | None, stepper: OptimizationStepper | None) -> None:
+    """Policy, optimizer and sender are those of one backend, or of none."""
+    if actor is None:  # a loss of a kind of its own
+        return
+    backend = actor.backend if isinstance(actor, RemoteActor) else None
+    where = "in the actor's backend" if backend else "in this process"
+    optimizer = stepper.optimizer if isinstance(stepper, WindowOptimizationStepper) else None
+    its = optimizer.backend if isinstance(optimizer, RemoteOptimizer) else None
+    if optimizer is not None and its is not backend:
+        right = "RemoteOptimizer(actor.backend)" if backend else "one over the model's parameters"
         raise ValueError(
-            f"optimizer={type(stepper.optimizer).__name__} cannot reach the model, which is in the actor's backend; "
-            "pass RemoteOptimizer(actor.backend)."
+            f"optimizer={type(optimizer).__name__} cannot reach the model, which is {where}; pass {right}."
+        )
+    if isinstance(sender, RemoteWeightSyncSender):
+        reaches = sender.backend is backend
+    else:
+        reaches = sender is None or not any(isinstance(module, StandIn) for module in sender.module.modules())
+    if not reaches:
+        right = "RemoteWeightSyncSender(actor)" if backend else "one of the model"
+        raise ValueError(
+            f"weight_sync_sender={type(sender).__name__} cannot reach the model, which is {where}; pass {right}."
         )
 
 
@@ -130,6 +151,14 @@ def _check_slots(
             f"with {pushes_per_window:g} pushes each, until they are {staleness} versions old, and the replay buffer "
             f"drops what is older than {gate}: they would be sampled for nothing. Set groups_per_step={groups} and one "
             f"max_staleness for both; for several epochs max_staleness={staleness} or more in make_replay_buffer."
+        )
+    if isinstance(sender, RemoteWeightSyncSender) and isinstance(sender.backend, HostedPolicy):
+        sender = sender.backend.sender  # a backend of this process
+    if isinstance(sender, VLLMAdapterSyncSender) and (gate is None or gate > sender.max_staleness):
+        raise ValueError(
+            f"weight_sync_sender serves adapters up to max_staleness={sender.max_staleness}, beyond which a request "
+            f"may be answered by the newest one, and the replay buffer hands out rollouts up to max_staleness={gate}, "
+            "where None is any. Give both the same."
         )
     if isinstance(sender, LocalWeightSyncSender) and sender.engine.shares_weights and limit > groups:
         raise ValueError(

@@ -34,6 +34,7 @@ class AdaptiveKLControl(TrainerHookBase):
         horizon: optimizer steps in which the coefficient changes by a fifth at most, >= 1.
 
     Raises:
+        TypeError: if the loss is no objective of this process.
         ValueError: if an argument is out of range, or the coefficient of the loss is 0.
     """
 
@@ -42,6 +43,11 @@ class AdaptiveKLControl(TrainerHookBase):
             raise ValueError(f"target={target}; give a divergence above 0, in nats per trained token.")
         if horizon < 1:
             raise ValueError(f"horizon={horizon}; it counts optimizer steps and must be at least 1.")
+        if not isinstance(loss_module, PolicyLoss):
+            raise TypeError(
+                f"loss_module is a {type(loss_module).__name__}, which has no kl_to_ref_coeff to set; use an objective "
+                "of this process, such as GRPOLoss."
+            )
         if not loss_module.kl_to_ref_coeff > 0:
             raise ValueError(
                 f"kl_to_ref_coeff={loss_module.kl_to_ref_coeff} of {type(loss_module).__name__}: a coefficient of 0 "
@@ -85,7 +91,16 @@ class AdaptiveKLControl(TrainerHookBase):
         self.loss_module.kl_to_ref_coeff = self.controller.coef
 
     def register(self, trainer: Trainer, name: str = "kl_control") -> None:
-        """Register behind the optimizer steps of an item, and for checkpoints."""
+        """Register behind the optimizer steps of an item, and for checkpoints.
+
+        Raises:
+            ValueError: if the trainer has another loss.
+        """
+        if trainer.loss_module is not self.loss_module:
+            raise ValueError(
+                f"the trainer's loss is another one, a {type(trainer.loss_module).__name__}, and would not see the "
+                "coefficient that is set; give AdaptiveKLControl the trainer's loss_module."
+            )
         self.steps = trainer._optim_count
         trainer.register_module(name, self)
         trainer.register_op("post_optim_complete_log", self)

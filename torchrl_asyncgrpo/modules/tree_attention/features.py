@@ -56,7 +56,7 @@ def demanded_features(model: PreTrainedModel) -> Iterator[str]:
     Sinks and sliding windows are not listed: every backend honours them.
     """
     config = model.config.get_text_config()
-    yield from _beyond_attention(model, config)
+    yield from beyond_attention(model)
     if not model._supports_attention_backend:
         yield "attention that bypasses transformers' AttentionInterface"
     if model.config.is_encoder_decoder or getattr(config, "is_encoder_decoder", False):
@@ -71,8 +71,9 @@ def demanded_features(model: PreTrainedModel) -> Iterator[str]:
         yield f"attention dropout in training: {_dropout(config)} (or set it to 0, or call model.eval())"
 
 
-def _beyond_attention(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
+def beyond_attention(model: PreTrainedModel) -> Iterator[str]:
     """Layers that carry state along the storage order, or attend by another rule than a path."""
+    config = model.config.get_text_config()
     layer_types: set[str] = set()
     for key in ("layer_types", "layers_block_type", "block_types"):
         layer_types |= set(getattr(config, key, None) or ())

@@ -2,7 +2,7 @@
 
 python remote_grpo.py                              # the job of ../async_grpo: SmolLM2-135M-Instruct learns sums
 python remote_grpo.py remote.workers=2             # data parallel over micro-batches
-python remote_grpo.py remote.contract=flat         # the model's own attention over rows without padding
+python remote_grpo.py remote.contract=flat train.token_budget=1024     # the model's own attention over rows of rollouts
 python remote_grpo.py remote.loss=here             # the loss in this process, on log-probs that come from the workers
 python remote_grpo.py engine.name=vllm engine.url=http://127.0.0.1:8000
 """

@@ -34,6 +34,17 @@ def test_dequantised_weight_is_what_the_layer_multiplies_with(tmp_path, bits):
     assert torch.equal(dequantized(layer), weight), "the same after a forward, which moves the scales of 8 bits"
 
 
+def test_weight_that_replaced_another_is_read_with_its_own_scales(tmp_path):
+    """As OLoRA does, after scales have been moved to the layer."""
+    model = quantized(tmp_path, 8)
+    keep_bits(model)
+    layer, weight = model.model.layers[0].mlp.up_proj, 3 * torch.randn(64, 64)
+    layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to("cpu")
+    for _ in range(2):
+        torch.testing.assert_close(dequantized(layer), weight, rtol=0, atol=0.1)
+        layer(torch.eye(64))
+
+
 def test_double_quantised_scales_are_read_too(tmp_path):
     layer = quantized(tmp_path, 4, bnb_4bit_use_double_quant=True).model.layers[0].mlp.up_proj
     keep_bits(layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def dequantized(module: nn.Module) -> Tensor:
     layer: Any = module
     if isinstance(layer, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    # a weight that replaced another has its own until the next forward
+    scale = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
     return bnb.functional.int8_vectorwise_dequant(layer.weight.data, scale.to(layer.weight.device))
 
 
@@ -62,13 +64,15 @@ def unquantized_layer(module: nn.Module) -> nn.Module:
 
 
 def keep_bits(model: nn.Module) -> None:
-    """Keep the 4-bit layers of a model from being laid out anew, at lower precision, by a forward in eval mode.
+    """Keep the quantised layers of a model from being changed by their own forward.
 
-    On a CPU with AVX512-BF16, bitsandbytes repacks the weight of such a layer in place for faster inference and rounds
-    its scales to bfloat16: the policy would be another one after the first evaluation.
+    On a CPU with AVX512-BF16, bitsandbytes repacks a 4-bit weight in place in eval mode, for faster inference, and
+    rounds its scales to bfloat16: the policy would be another one after the first evaluation. The scales of 8 bits it
+    moves from the weight to the layer in the first forward; they are moved here, so that copies of the layer that share
+    the weight have them, too.
 
     Raises:
-        ValueError: if that has happened already.
+        ValueError: if 4 bits have been laid out anew already.
     """
     bnb: Any = sys.modules.get("bitsandbytes")
     if bnb is None:
@@ -82,6 +86,16 @@ def keep_bits(model: nn.Module) -> None:
                     "on before it is run."
                 )
             module.support_avx512bf16_for_cpu = False
+        elif is_quantized(module) and module.weight.SCB is not None:
+            module.init_8bit_state()
+
+
+def bits_outside_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """What 8-bit layers hold beside their parameters: the same bits again, without further memory, and the scales."""
+    bnb: Any = sys.modules.get("bitsandbytes")
+    for module in model.modules():
+        if bnb is not None and isinstance(module, bnb.nn.Linear8bitLt):
+            yield from (tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None)
 
 
 def leave_out_of_state(owner: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_asyncgrpo.adapters.quantized import (
     as_stored,
+    bits_outside_parameters,
     dequantized,
     has_quantized_layers,
     is_quantized,
@@ -92,7 +93,8 @@ def plain_copy(module: nn.Module) -> Any:
     model = unwrapped(module)
     weights = ServedWeights(model)
     # modules are copied, parameters are not: each is replaced below
-    own = _replaced(copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}))
+    kept = [*model.parameters(), *bits_outside_parameters(model)]
+    own = _replaced(copy.deepcopy(model, {id(tensor): tensor for tensor in kept}))
     made: dict[int, nn.Parameter] = {}
     for name, parameter in own.named_parameters():
         value = weights[name]

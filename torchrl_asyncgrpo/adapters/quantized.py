@@ -69,7 +69,8 @@ def keep_bits(model: nn.Module) -> None:
     On a CPU with AVX512-BF16, bitsandbytes repacks a 4-bit weight in place in eval mode, for faster inference, and
     rounds its scales to bfloat16: the policy would be another one after the first evaluation. The scales of 8 bits it
     moves from the weight to the layer in the first forward; they are moved here, so that copies of the layer that share
-    the weight have them, too.
+    the weight have them, too. And it casts the bias of 8 bits to the dtype of the input, which autocast sets, for good;
+    the input is cast instead.
 
     Raises:
         ValueError: if 4 bits have been laid out anew already.
@@ -86,8 +87,11 @@ def keep_bits(model: nn.Module) -> None:
                     "on before it is run."
                 )
             module.support_avx512bf16_for_cpu = False
-        elif is_quantized(module) and module.weight.SCB is not None:
-            module.init_8bit_state()
+        elif is_quantized(module):
+            if module.weight.SCB is not None:
+                module.init_8bit_state()
+            if _before_8_bits not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_before_8_bits)
 
 
 def bits_outside_parameters(model: nn.Module) -> Iterator[Tensor]:
@@ -106,6 +110,15 @@ def leave_out_of_state(owner: nn.Module) -> None:
     """
     owner.register_state_dict_post_hook(_drop_quantized)
     owner.register_load_state_dict_post_hook(_miss_no_quantized)
+
+
+def _before_8_bits(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if layer.weight.CB is not None and layer.weight.SCB is None:
+        layer.weight.CB = None  # peft's DoRA made it a new parameter without its scales, which the layer has
+    if layer.bias is None:
+        return args
+    x, *others = args
+    return x.to(layer.bias.dtype), *others
 
 
 def _drop_quantized(owner: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

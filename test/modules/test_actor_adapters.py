@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from adapted import bits_of, lora, merged, quantized, randomize, rollouts, same_bits
+from adapted import bits_of, lora, merged, quantized, quantized_gpt2, randomize, rollouts, same_bits
 from fakes import tiny_gpt2, tiny_moe, tiny_qwen3
 from peft import LoraConfig, PeftMixedModel, PromptTuningConfig, get_peft_model
 
@@ -116,6 +116,24 @@ def test_state_of_a_quantised_policy_comes_back_on_a_base_that_is_loaded_anew(tm
             assert torch.equal(tensor, before[name.removeprefix("base_model.model.").replace(".base_layer", "")])
     del state["actor_network.model.model.norm.weight"]
     with pytest.raises(RuntimeError, match="Missing key.*norm.weight"):
+        fresh.load_state_dict(state)
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_trained_biases_of_quantised_layers_come_back(tmp_path, bits, adapted):
+    def policy():
+        model = quantized_gpt2(tmp_path, bits)
+        return lora(model, bias="all", std=0) if adapted else model
+
+    old, new = policy(), policy()
+    loss_module, fresh = GRPOLoss(TreeActor(randomize(old))), GRPOLoss(TreeActor(new))
+    state = {key: value.clone() for key, value in loss_module.state_dict().items()}
+    assert not any(key.endswith(("c_attn.weight", "base_layer.weight", "SCB", "absmax")) for key in state)
+    assert str(fresh.load_state_dict(state)) == "<All keys matched successfully>"
+    assert same_bits(bits_of(old), bits_of(new))
+    del state[next(key for key in state if key.endswith("bias") and "c_attn" in key)]
+    with pytest.raises(RuntimeError, match="Missing key.*c_attn.*bias"):
         fresh.load_state_dict(state)
 
 

@@ -103,10 +103,10 @@ def bits_outside_parameters(model: nn.Module) -> Iterator[Tensor]:
 
 
 def leave_out_of_state(owner: nn.Module) -> None:
-    """Leave the quantised layers below a module out of its state dicts, from now on.
+    """Leave the weights of the quantised layers below a module out of its state dicts, from now on.
 
     They are frozen, and come back by loading the model; bitsandbytes itself cannot load what it saves of them into
-    layers that are quantised already.
+    layers that are quantised already. Biases, which may be trained, stay in the state.
     """
     owner.register_state_dict_post_hook(_drop_quantized)
     owner.register_load_state_dict_post_hook(_miss_no_quantized)
@@ -123,18 +123,13 @@ def _before_8_bits(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _drop_quantized(owner: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     layers = tuple(f"{prefix}{name}." for name, module in owner.named_modules() if is_quantized(module))
-    for key in [key for key in state_dict if key.startswith(layers)]:
+    for key in [key for key in state_dict if key.startswith(layers) and not key.endswith(".bias")]:
         del state_dict[key]
 
 
 def _miss_no_quantized(owner: nn.Module, incompatible_keys: Any) -> None:
     # missing keys begin with the owner's own name, which is not told here
-    left_out = tuple(
-        f".{name}.{parameter}"
-        for name, module in owner.named_modules()
-        if is_quantized(module)
-        for parameter, _ in module.named_parameters()
-    )
+    left_out = tuple(f".{name}.weight" for name, module in owner.named_modules() if is_quantized(module))
     missing = incompatible_keys.missing_keys
     missing[:] = [key for key in missing if not f".{key}".endswith(left_out)]
 

@@ -205,6 +205,22 @@ def test_device_map_is_none_under_several_processes(directory, monkeypatch):
     assert model_kwargs(ModelConfig(device_map="auto"))["device_map"] is None
 
 
+def offloaded(directory, folder):
+    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    return {"device_map": places | {"model.layers.1": "disk"}, "offload_folder": folder}
+
+
+def test_layers_that_a_device_map_offloads_are_refused(directory, tmp_path):
+    """They are on meta between their forwards, get no gradient, and are not pushed."""
+    kwargs = offloaded(directory, tmp_path)
+    instance = Qwen3ForCausalLM.from_pretrained(directory, **kwargs)
+    message = r"model\.layers\.1\.\S+ is offloaded \(device_map\).*device_map=None.*load_in_4bit"
+    for load in (lambda: load_policy(directory, kwargs), lambda: load_policy(instance), lambda: TreeActor(instance)):
+        with pytest.raises(ValueError, match=message):
+            load()
+    assert TreeActor(tiny_qwen3().to("meta")).model.device.type == "meta", "as a whole it is a model without weights"
+
+
 def test_missing_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"load_in_4bit=True and bitsandbytes.*torchrl-asyncgrpo\[bitsandbytes\]"):

@@ -5,6 +5,7 @@ import torch
 from adapted import bits_of, lora, merged, quantized, quantized_gpt2, randomize, rollouts, same_bits
 from fakes import tiny_gpt2, tiny_moe, tiny_qwen3
 from peft import LoraConfig, PeftMixedModel, PromptTuningConfig, get_peft_model
+from peft.tuners.lora.config import VeloraConfig
 
 from torchrl_asyncgrpo import FlatPacker, GRPOLoss, TreeActor, TreePacker
 from torchrl_asyncgrpo.adapters import keep_bits, unwrapped
@@ -12,6 +13,7 @@ from torchrl_asyncgrpo.adapters import keep_bits, unwrapped
 ADAPTERS = {
     "qwen3": lora,
     "dora": lambda: lora(use_dora=True),
+    "embedding": lambda: lora(tiny_qwen3(tie_word_embeddings=False), target_modules=["embed_tokens"], use_dora=True),
     "gpt2": lambda: lora(tiny_gpt2(), fan_in_fan_out=True, bias="lora_only"),
     "experts": lambda: lora(tiny_moe(), target_modules=["v_proj"], target_parameters=["mlp.experts.down_proj"]),
     "modules_to_save": lambda: lora(modules_to_save=["norm"]),
@@ -145,6 +147,9 @@ def test_adapters_that_cannot_be_trained_are_refused():
     prompts = get_peft_model(tiny_qwen3(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="peft_config is a PromptTuningConfig"):
         TreeActor(prompts)
+    velora = LoraConfig(target_modules=["q_proj"], velora_config=VeloraConfig(num_groups=8))
+    with pytest.raises(ValueError, match="of the kind VeloraLinear"):
+        TreeActor(get_peft_model(tiny_qwen3(), velora))
     policy = lora()
     policy.merge_adapter()
     with pytest.raises(ValueError, match="is merged into its base"):

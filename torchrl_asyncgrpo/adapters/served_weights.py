@@ -65,6 +65,9 @@ class ServedWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._read[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._read)
 

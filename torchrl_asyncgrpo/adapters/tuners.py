@@ -223,7 +223,8 @@ def merged(layers: Sequence[Any], name: str, base: Tensor) -> Tensor:
         base: the parameter, [M, K] if it is the weight; dequantised if it is kept in few bits. It is not written.
 
     Returns:
-        A new tensor where an adapter adds to it, in float32 or wider.
+        A new tensor where an adapter adds to it, in float32 or wider. What peft adds to stacked experts it has rounded
+        to their dtype.
     """
     if not layers:
         return base
@@ -237,12 +238,27 @@ def merged(layers: Sequence[Any], name: str, base: Tensor) -> Tensor:
             if adapter in layer.merged_adapters or adapter not in layer.scaling:
                 continue
             if name == target:
-                base = _wide(base) + layer.get_delta_weight(adapter)
+                base = _wide(base) + _delta(layer, adapter)
                 if adapter in layer.lora_variant:
                     base = _with_norms(base, layer.lora_magnitude_vector[adapter].weight, layer.fan_in_fan_out)
             elif name == "bias" and layer.lora_bias[adapter]:
-                base = _wide(base) + layer.lora_B[adapter].bias * layer.scaling[adapter]
+                base = _wide(base) + _wide(layer.lora_B[adapter].bias) * layer.scaling[adapter]
     return base
+
+
+def _delta(layer: Any, adapter: str) -> Tensor:
+    """What an adapter adds, as the base is laid out; peft's own is rounded to the adapter's dtype."""
+    from peft.tuners.lora.layer import Embedding, ParamWrapper
+
+    if isinstance(layer, ParamWrapper):
+        return layer.get_delta_weight(adapter)
+    turned = isinstance(layer, Embedding)
+    if turned:
+        A, B = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    else:
+        A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    delta_MK = _wide(B) @ _wide(A) * layer.scaling[adapter]
+    return delta_MK.T if turned or layer.fan_in_fan_out else delta_MK
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -289,6 +289,11 @@ def test_dropout_that_would_act_is_warned_of(directory, tmp_path, recwarn):
     load_policy(tmp_path)
     with pytest.warns(UserWarning, match=r"dropout \(p=0\.2\)"):
         load_policy(tmp_path, gradient_checkpointing=True)
+    with pytest.warns(UserWarning, match=r"dropout \(p=0\.3\)"):  # no module of its own
+        load_policy(tiny_qwen3(attention_dropout=0.3).train(), attention=None)
+    config = LoraConfig(target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match=r"dropout \(p=0\.4\)"):
+        load_policy(tiny_qwen3(attention_dropout=0.4).eval(), peft_config=config, attention="reference")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -32,6 +32,7 @@ from torchrl_asyncgrpo.modules.checkpoint import (
     several_processes,
 )
 from torchrl_asyncgrpo.modules.tree_attention import install
+from torchrl_asyncgrpo.modules.tree_attention.features import attention_dropout
 
 
 @dataclass
@@ -276,7 +277,8 @@ def _backend(attention: str | None, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def _warn_of_dropout(base: PreTrainedModel, peft_config: Any) -> None:
-    rates = {module.p for module in base.modules() if isinstance(module, nn.Dropout) and module.p > 0}
+    rates = {module.p for module in base.modules() if isinstance(module, nn.Dropout)}
+    rates = {rate for rate in rates | {attention_dropout(base.config.get_text_config())} if rate > 0}
     if rates and (base.training or peft_config is not None):
         warnings.warn(
             f"the policy has dropout (p={', '.join(map(str, sorted(rates)))}), which acts in train mode: log-probs in "

@@ -90,7 +90,7 @@ def exact_sum(layer, *adapters):
 
 def is_rounded_once(served, exact):
     """Whether bfloat16 numbers are at most half a unit in the last place from exact ones, float32 noise aside."""
-    unit = torch.ldexp(torch.ones(()), torch.frexp(exact).exponent - 8)
+    unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8)
     return served.dtype == torch.bfloat16 and bool(((served.double() - exact).abs() <= 0.501 * unit).all())
 
 

@@ -202,19 +202,19 @@ def test_unknown_objectives_estimators_and_options_are_named(run_here, override,
     ("option", "key"), [("dtype=bfloat16", "model.dtype"), ("attention=flex", "model.attention"),
                         ("device_map=auto", "model.device")],
 )  # fmt: skip
-def test_options_of_the_model_that_have_a_key_of_their_own_are_refused(script, model_dir, option, key):
+def test_options_of_the_model_that_have_a_key_of_their_own_are_refused(script, option, key):
     cfg = configuration(f"+model.options.{option}")
     with pytest.raises(ValueError, match=rf"model\.options\.{option}; set {key} instead"):
-        script("async_grpo").make_policy(cfg, str(model_dir), "cpu")
+        script("async_grpo").model_settings(cfg, "cpu")
 
 
 def test_policy_is_on_its_device_under_several_processes_too(script, model_dir, monkeypatch):
     """Meta stands for cuda here."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    policy, kwargs = script("async_grpo").make_policy(configuration(), str(model_dir), "meta")
-    assert policy.device.type == "meta"
-    assert kwargs["device_map"] is None
-    assert kwargs["dtype"] == torch.float32
+    module = script("async_grpo")
+    settings = module.model_settings(configuration(), "meta")
+    assert module.model_kwargs(settings)["device_map"] is None
+    assert module.make_policy(str(model_dir), settings, "meta").device.type == "meta"
 
 
 @pytest.mark.parametrize(

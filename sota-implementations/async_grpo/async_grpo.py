@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
@@ -60,17 +59,19 @@ from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 from torchrl_asyncgrpo.trainers.window import Packer
 
 
-def make_policy(cfg: DictConfig, path: str, device: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The policy that is trained, and the arguments that it was loaded with."""
+def model_settings(cfg: DictConfig, device: str) -> ModelConfig:
+    """The section ``model`` of the configuration."""
     for option, key in (("dtype", "model.dtype"), ("attention", "model.attention"), ("device_map", "model.device")):
         if option in cfg.model.options:
             raise ValueError(f"model.options.{option}={cfg.model.options[option]}; set {key} instead.")
-    settings = ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
-    kwargs = model_kwargs(settings)
-    policy = load_policy(path, kwargs, peft_config=peft_config(settings), attention=None)
-    if not has_quantized_layers(policy):  # which are where they were quantised
-        policy.to(device)  # under WORLD_SIZE > 1 there is no device map
-    return policy, kwargs
+    return ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
+
+
+def make_policy(path: str, settings: ModelConfig, device: str) -> nn.Module:
+    """The policy that is trained, on its device."""
+    policy = load_policy(path, model_kwargs(settings), peft_config=peft_config(settings), attention=None)
+    # under WORLD_SIZE > 1 there is no device map; quantised layers are where they were quantised
+    return policy if has_quantized_layers(policy) else policy.to(device)
 
 
 def make_engine(
@@ -161,8 +162,10 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     # The policy: one model that is trained, and the task it is trained on
     path, name = resolve_model(cfg.model.name), run_name(cfg.model.name)
     device = cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    policy, kwargs = make_policy(cfg, path, device)
+    settings = model_settings(cfg, device)
+    kwargs = model_kwargs(settings)
     tokenizer = load_tokenizer(path, kwargs)
+    policy = make_policy(path, settings, device)
     model: PreTrainedModel = unwrapped(policy)  # the same weights, without the adapter's wrapper
     attention = model.config._attn_implementation
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)

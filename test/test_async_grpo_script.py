@@ -198,6 +198,51 @@ def test_unknown_objectives_estimators_and_options_are_named(run_here, override,
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "key"), [("dtype=bfloat16", "model.dtype"), ("attention=flex", "model.attention"),
+                        ("device_map=auto", "model.device")],
+)  # fmt: skip
+def test_options_of_the_model_that_have_a_key_of_their_own_are_refused(script, option, key):
+    cfg = configuration(f"+model.options.{option}")
+    with pytest.raises(ValueError, match=rf"model\.options\.{option}; set {key} instead"):
+        script("async_grpo").model_settings(cfg, "cpu")
+
+
+def test_policy_is_on_its_device_under_several_processes_too(script, model_dir, monkeypatch):
+    """Meta stands for cuda here."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    module = script("async_grpo")
+    settings = module.model_settings(configuration(), "meta")
+    assert module.model_kwargs(settings)["device_map"] is None
+    assert module.make_policy(str(model_dir), settings, "meta").device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["+model.options.lora_r=600"], {"backend": "shm"}),
+        (
+            ["+model.options.lora_r=4", "engine.push=adapter"],
+            {"backend": None, "max_loras": 3, "max_lora_rank": 4},
+        ),
+    ],
+)
+def test_a_server_makes_room_for_adapters_where_they_are_pushed(script, monkeypatch, overrides, expected):
+    """A merged push has any rank."""
+    module, given = script("async_grpo"), {}
+
+    def start(path, **options):
+        given.update(options)
+        raise RuntimeError("started")
+
+    monkeypatch.setattr(module, "VLLMServer", start)
+    with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
+        cfg = hydra.compose("async_grpo_vllm", overrides=overrides)
+    with pytest.raises(RuntimeError, match="started"), contextlib.ExitStack() as cleanup:
+        module.make_engine(cfg, tiny_qwen3(), "path", 8, cleanup)
+    assert {key: value for key, value in given.items() if key == "backend" or "lora" in key} == expected
+
+
 @pytest.fixture
 def comparison(script, monkeypatch, tmp_path):
     """``compare_objectives.main`` with runs that write a course of rewards in no time, and what they were asked for."""

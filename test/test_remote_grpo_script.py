@@ -70,6 +70,7 @@ def test_leaves_logs_picture_answers_and_a_trained_model(model_dir, tmp_path, ov
     [
         ("engine.name=vllm", "engine.name=vllm with engine.url=null"),
         ("remote.contract=padded", "remote.contract=padded; choose tree or flat"),
+        ("+model.options.dtype=bfloat16", "model.options.dtype=bfloat16; set model.dtype instead"),
         ("model.name=./nowhere", "'./nowhere' is not a directory"),
     ],
 )

@@ -49,7 +49,7 @@ from torchrl_asyncgrpo import (
     reference_policy,
     run_name,
 )
-from torchrl_asyncgrpo.adapters import unwrapped
+from torchrl_asyncgrpo.adapters import has_quantized_layers, unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.advantages import make_estimator
@@ -57,6 +57,21 @@ from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.engines.base import Engine
 from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 from torchrl_asyncgrpo.trainers.window import Packer
+
+
+def model_settings(cfg: DictConfig, device: str) -> ModelConfig:
+    """The section ``model`` of the configuration."""
+    for option, key in (("dtype", "model.dtype"), ("attention", "model.attention"), ("device_map", "model.device")):
+        if option in cfg.model.options:
+            raise ValueError(f"model.options.{option}={cfg.model.options[option]}; set {key} instead.")
+    return ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
+
+
+def make_policy(path: str, settings: ModelConfig, device: str) -> nn.Module:
+    """The policy that is trained, on its device."""
+    policy = load_policy(path, model_kwargs(settings), peft_config=peft_config(settings), attention=None)
+    # under WORLD_SIZE > 1 there is no device map; quantised layers are where they were quantised
+    return policy if has_quantized_layers(policy) else policy.to(device)
 
 
 def make_engine(
@@ -71,11 +86,11 @@ def make_engine(
         raise ValueError(f"engine.push={cfg.engine.push}; choose weights or adapter.")
     url, adapter = cfg.engine.url, cfg.engine.push == "adapter"
     if url is None:
+        rank = cfg.model.options.get("lora_r") or 16
         server = VLLMServer(
             path,
             backend=None if adapter else cfg.engine.backend,
-            max_loras=cfg.train.max_staleness + 2 if adapter else None,
-            max_lora_rank=cfg.model.options.get("lora_r", 16),
+            **({"max_loras": cfg.train.max_staleness + 2, "max_lora_rank": rank} if adapter else {}),
             dtype=cfg.engine.dtype,
             max_model_len=cfg.engine.max_model_len,
             kv_cache_gib=cfg.engine.kv_cache_gib,
@@ -147,10 +162,10 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     # The policy: one model that is trained, and the task it is trained on
     path, name = resolve_model(cfg.model.name), run_name(cfg.model.name)
     device = cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
+    settings = model_settings(cfg, device)
     kwargs = model_kwargs(settings)
     tokenizer = load_tokenizer(path, kwargs)
-    policy = load_policy(path, kwargs, peft_config=peft_config(settings), attention=None)
+    policy = make_policy(path, settings, device)
     model: PreTrainedModel = unwrapped(policy)  # the same weights, without the adapter's wrapper
     attention = model.config._attn_implementation
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)

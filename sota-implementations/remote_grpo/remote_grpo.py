@@ -59,7 +59,7 @@ from torchrl_asyncgrpo import (
     peft_config,
     run_name,
 )
-from torchrl_asyncgrpo.adapters import unwrapped
+from torchrl_asyncgrpo.adapters import has_quantized_layers, unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.advantages import make_estimator
@@ -80,7 +80,12 @@ def load(cfg: DictConfig, path: str, device: str | None = None) -> nn.Module:
     """The policy that the configuration describes."""
     device = device or cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
-    return load_policy(path, model_kwargs(settings), peft_config=peft_config(settings), attention=None)
+    kwargs = model_kwargs(settings)
+    if cfg.remote.contract == "flat" and cfg.model.attention != "auto":
+        kwargs["attn_implementation"] = cfg.model.attention
+    policy = load_policy(path, kwargs, peft_config=peft_config(settings), attention=None)
+    # under WORLD_SIZE > 1 there is no device map; quantised layers are where they were quantised
+    return policy if has_quantized_layers(policy) else policy.to(device)
 
 
 def make_actor(cfg: DictConfig, path: str) -> TreeActor:
@@ -173,6 +178,9 @@ def check(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, name)
         if value not in allowed:
             raise ValueError(f"{name}={value}; choose {' or '.join(allowed)}.")
+    for option, key in (("dtype", "model.dtype"), ("attention", "model.attention"), ("device_map", "model.device")):
+        if option in cfg.model.options:
+            raise ValueError(f"model.options.{option}={cfg.model.options[option]}; set {key} instead.")
     if cfg.engine.name == "vllm" and cfg.engine.url is None:
         raise ValueError("engine.name=vllm with engine.url=null; give the URL of a vLLM server that runs.")
 

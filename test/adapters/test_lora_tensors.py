@@ -53,6 +53,18 @@ def test_names_are_those_of_pefts_checkpoints():
     assert sorted(LoRATensors(policy)) == sorted(get_peft_model_state_dict(policy))
 
 
+def test_to_ask_for_a_name_computes_nothing(monkeypatch):
+    tensors = LoRATensors(lora())
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    for other in (name.format("C"), name.format("A").removeprefix("base_model.model."), name.format("A")[:-7], None):
+        assert other not in tensors
+        with pytest.raises(KeyError):
+            tensors[other]
+    monkeypatch.setattr(LoRATensors, "__getitem__", lambda *_: pytest.fail("computed"))
+    assert name.format("A") in tensors
+    assert name.format("B") in tensors
+
+
 def test_config_is_of_the_highest_rank_and_leaves_the_scaling_to_the_tensors():
     tensors = LoRATensors(lora(rank_pattern={"q_proj": 6}, target_modules=["q_proj", "up_proj"]))
     config = tensors.config()

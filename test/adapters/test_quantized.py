@@ -3,7 +3,7 @@
 import bitsandbytes as bnb
 import pytest
 import torch
-from adapted import bits_of, quantized, quantized_gpt2, same_bits
+from adapted import bits_of, lora, quantized, quantized_gpt2, same_bits
 from fakes import tiny_qwen3
 from torch import nn
 
@@ -32,6 +32,44 @@ def test_dequantised_weight_is_what_the_layer_multiplies_with(tmp_path, bits):
     x = torch.eye(64).requires_grad_()
     torch.testing.assert_close(layer(x).detach(), weight.T, rtol=0, atol=1e-6 if bits == 4 else 2e-3)
     assert torch.equal(dequantized(layer), weight), "the same after a forward, which moves the scales of 8 bits"
+
+
+def test_weight_that_replaced_another_is_read_with_its_own_scales(tmp_path):
+    """As OLoRA does, after scales have been moved to the layer."""
+    model = quantized(tmp_path, 8)
+    keep_bits(model)
+    layer, weight = model.model.layers[0].mlp.up_proj, 3 * torch.randn(64, 64)
+    layer.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to("cpu")
+    for _ in range(2):
+        torch.testing.assert_close(dequantized(layer), weight, rtol=0, atol=0.1)
+        layer(torch.eye(64))
+
+
+def test_8_bits_go_on_under_pefts_dora(tmp_path):
+    """On a CPU it replaces the weight in each forward, and leaves the scales of the replaced one behind."""
+    model = quantized(tmp_path, 8)
+    keep_bits(model)
+    policy = lora(model, use_dora=True)
+    first, second = (policy(input_ids=TOKENS).logits for _ in range(2))
+    assert torch.equal(first, second)
+    before = dequantized(model.model.layers[0].mlp.up_proj.base_layer)
+    second.sum().backward()
+    assert torch.equal(dequantized(model.model.layers[0].mlp.up_proj.base_layer), before)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, torch.float32), (8, torch.float32), (8, torch.bfloat16)])
+def test_biases_keep_dtype_and_value_under_autocast(tmp_path, bits, dtype):
+    model = quantized_gpt2(tmp_path, bits)
+    keep_bits(model)
+    keep_bits(model)
+    bias = model.transformer.h[0].attn.c_attn.bias
+    bias.data = torch.randn(bias.shape).to(dtype)
+    before = bits_of(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=TOKENS).logits.sum().backward()
+    assert same_bits(before, bits_of(model))
+    assert bias.dtype == bias.grad.dtype == dtype
+    assert len(model.transformer.h[0].attn.c_attn._forward_pre_hooks) == (bits == 8)
 
 
 def test_double_quantised_scales_are_read_too(tmp_path):

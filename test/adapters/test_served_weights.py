@@ -79,30 +79,52 @@ def test_merged_weight_is_base_plus_scaled_product_in_float64():
     torch.testing.assert_close(served, expected, rtol=0, atol=1e-7)  # the adapter itself is float32
 
 
-def test_sum_is_rounded_once_to_the_dtype_of_the_base():
-    policy = lora(tiny_qwen3().bfloat16())
+def exact_sum(layer, *adapters):
+    """Base and what adapters add, in float64."""
+    total = layer.base_layer.weight.double()
+    for name in adapters:
+        A, B = (getattr(layer, kind)[name].weight.double() for kind in ("lora_A", "lora_B"))
+        total = total + layer.scaling[name] * (B @ A)
+    return total
+
+
+def is_rounded_once(served, exact):
+    """Whether bfloat16 numbers are at most half a unit in the last place from exact ones, float32 noise aside."""
+    unit = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 8)
+    return served.dtype == torch.bfloat16 and bool(((served.double() - exact).abs() <= 0.501 * unit).all())
+
+
+@pytest.mark.parametrize("wide_adapter", [True, False])
+@pytest.mark.parametrize("adapters", [["default"], ["default", "second"]])
+def test_sum_is_rounded_once_to_the_dtype_of_the_base(wide_adapter, adapters):
+    """peft itself rounds each delta to the dtype of the adapter."""
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False)
+    policy = get_peft_model(tiny_qwen3().bfloat16(), config, autocast_adapter_dtype=wide_adapter)
+    policy.add_adapter("second", config, autocast_adapter_dtype=wide_adapter)
+    policy.base_model.set_adapter(adapters)
     name = "model.layers.0.self_attn.q_proj"
     layer = policy.get_base_model().get_submodule(name)
-    assert layer.lora_A["default"].weight.dtype == torch.float32
-    exact = layer.base_layer.weight.double() + layer.get_delta_weight("default").double()
-    served = ServedWeights(policy)[f"{name}.weight"]
-    assert served.dtype == torch.bfloat16
-    assert torch.equal(served, exact.float().bfloat16())
+    assert layer.lora_A["second"].weight.dtype == (torch.float32 if wide_adapter else torch.bfloat16)
+    assert is_rounded_once(ServedWeights(policy)[f"{name}.weight"], exact_sum(layer, *adapters))
     assert ServedWeights(policy).dtypes == {torch.bfloat16}
 
 
-def test_several_deltas_are_added_before_the_sum_is_rounded():
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    policy = get_peft_model(tiny_qwen3().bfloat16(), config, autocast_adapter_dtype=False)
-    policy.add_adapter("second", config, autocast_adapter_dtype=False)
-    policy.base_model.set_adapter(["default", "second"])
-    name = "model.layers.0.self_attn.q_proj"
-    layer = policy.get_base_model().get_submodule(name)
-    assert layer.lora_A["second"].weight.dtype == torch.bfloat16
-    exact = layer.base_layer.weight.float()
-    for adapter in ("default", "second"):
-        exact = exact + layer.get_delta_weight(adapter).float()
-    assert torch.equal(ServedWeights(policy)[f"{name}.weight"], exact.bfloat16())
+def test_embeddings_and_trained_biases_in_half_precision_are_rounded_once():
+    def adapted(target, **options):
+        config = LoraConfig(r=4, target_modules=[target], init_lora_weights=options.get("lora_bias", False), **options)
+        model = tiny_gpt2(tie_word_embeddings=False).bfloat16()
+        policy = randomize(get_peft_model(model, config, autocast_adapter_dtype=False))
+        return ServedWeights(policy), policy.get_base_model().transformer
+
+    served, model = adapted("wte")
+    layer = model.wte
+    delta = (layer.lora_embedding_B["default"].double() @ layer.lora_embedding_A["default"].double()).T
+    exact = layer.base_layer.weight.double() + delta * layer.scaling["default"]
+    assert is_rounded_once(served["transformer.wte.weight"], exact)
+    served, model = adapted("c_attn", lora_bias=True, lora_alpha=5, fan_in_fan_out=True)
+    layer = model.h[0].attn.c_attn
+    exact = layer.base_layer.bias.double() + layer.lora_B["default"].bias.double() * layer.scaling["default"]
+    assert is_rounded_once(served["transformer.h.0.attn.c_attn.bias"], exact)
 
 
 def test_merged_tensors_are_made_when_asked_for_and_not_kept():
@@ -119,6 +141,14 @@ def test_merged_tensors_are_made_when_asked_for_and_not_kept():
     randomize(policy, seed=5)
     assert not torch.equal(served[adapted], first), "read anew each time"
     assert not served[adapted].requires_grad
+
+
+def test_to_ask_for_a_name_computes_nothing(monkeypatch):
+    served = ServedWeights(lora())
+    monkeypatch.setattr(ServedWeights, "__getitem__", lambda *_: pytest.fail("computed"))
+    assert "model.layers.0.self_attn.q_proj.weight" in served
+    assert "model.layers.0.self_attn.q_proj.bias" not in served
+    assert None not in served
 
 
 def test_switched_off_adapter_serves_the_base():

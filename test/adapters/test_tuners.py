@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from adapted import bits_of, lora, randomize, same_bits
+from adapted import bits_of, lora, quantized, randomize, same_bits
 from fakes import tiny_gpt2, tiny_qwen3
 from peft import (
     AdaptionPromptConfig,
@@ -16,11 +16,14 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from peft.tuners.lora.config import KasaConfig, MontecloraConfig, VeloraConfig
 from torch import nn
 
 from torchrl_asyncgrpo.adapters import (
+    ServedWeights,
     adapters_off,
     add_adapter,
+    changes_its_base,
     check_adapters,
     has_adapters,
     lora_config,
@@ -68,16 +71,45 @@ def test_a_second_adapter_is_refused():
         (tiny_qwen3(), dict(target_modules=["q_proj", "embed_tokens"]), "input embedding.*tie_word_embeddings"),
         (tiny_qwen3(), dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), "input embedding"),
         (tiny_qwen3(), dict(target_modules=["q_proj"], trainable_token_indices=[1]), "output head.*trainable_token_in"),
-        (tiny_qwen3(), dict(target_modules=["q_proj"], alora_invocation_tokens=[1]), "ALoraLinearVariant"),
+        (tiny_qwen3(), dict(target_modules=["q_proj"], alora_invocation_tokens=[1]), "of the kind ALoraLinear"),
+        # these have written the base by then, OLoRA in place
+        (tiny_qwen3(**UNTIED), dict(target_modules=["q_proj", "lm_head"], init_lora_weights="pissa"), "output head"),
+        (tiny_qwen3(), dict(target_modules=["q_proj", "embed_tokens"], init_lora_weights="olora"), "input embedding"),
+        (tiny_qwen3(), dict(target_modules=["q_proj"], kasa_config=KasaConfig()), "of the kind KasaLinear"),
+        (tiny_qwen3(), dict(target_modules=["q_proj"], velora_config=VeloraConfig(num_groups=8)), "kind VeloraLinear"),
+        (tiny_qwen3(), dict(target_modules=["q_proj"], monteclora_config=MontecloraConfig()), "kind MontecloraLinear"),
+        (tiny_qwen3(), dict(target_modules=["q_proj"], init_lora_weights="mica"), "kind MiCALinear.*rsLoRA and DoRA"),
+        # peft's own errors
+        (tiny_qwen3(), dict(target_modules=["q_proj", "input_layernorm"]), "not supported"),
+        (tiny_qwen3(), dict(target_modules=["q_proj"], init_lora_weights="pissa_twice"), "pissa_twice"),
+        (tiny_qwen3(), dict(target_modules=["nothing"]), "nothing"),
     ],
 )
 def test_refused_adapter_leaves_the_model_as_it_was(model, options, message):
+    handle = model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
     before, trained = bits_of(model), [p.requires_grad for p in model.parameters()]
+    modules, attributes = dict(model.named_modules()), set(vars(model))
     with pytest.raises(ValueError, match=message):
         add_adapter(model, LoraConfig(**options))
     assert not has_adapters(model)
     assert same_bits(before, bits_of(model))
     assert [p.requires_grad for p in model.parameters()] == trained
+    assert dict(model.named_modules()) == modules
+    assert set(vars(model)) == attributes
+    handle.remove()
+    assert not model.model.layers[0].self_attn.q_proj._forward_hooks
+    policy = add_adapter(model, LoraConfig(target_modules=["v_proj"]))
+    assert changes_its_base(policy) is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_refused_adapter_leaves_a_quantised_model_as_it_was(tmp_path, bits):
+    model = quantized(tmp_path, bits)
+    before = dict(ServedWeights(model))
+    options = dict(target_modules=["q_proj", "embed_tokens"], init_lora_weights="olora")
+    with pytest.raises(ValueError, match="input embedding"):
+        add_adapter(model, LoraConfig(**options))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ServedWeights(model).items())
 
 
 @pytest.mark.parametrize(

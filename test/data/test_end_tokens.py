@@ -12,6 +12,12 @@ def test_every_end_token_that_the_generation_config_declares(declared, expected)
     assert end_token_ids(model) == expected
 
 
+def test_a_model_without_a_generation_config_has_none():
+    model = tiny_qwen3()
+    model.generation_config = None
+    assert end_token_ids(model) == frozenset()
+
+
 def test_end_tokens_survive_a_save(tmp_path):
     model = tiny_qwen3()
     model.generation_config.eos_token_id = [5, 7]

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from adapted import bits_of, lora, merged, quantized, randomize, rollouts, same_bits
+from adapted import bits_of, lora, merged, quantized, quantized_gpt2, randomize, rollouts, same_bits
 from fakes import tiny_gpt2, tiny_moe, tiny_qwen3
 from peft import LoraConfig, PeftMixedModel, PromptTuningConfig, get_peft_model
+from peft.tuners.lora.config import VeloraConfig
 
 from torchrl_asyncgrpo import FlatPacker, GRPOLoss, TreeActor, TreePacker
 from torchrl_asyncgrpo.adapters import keep_bits, unwrapped
@@ -12,6 +13,7 @@ from torchrl_asyncgrpo.adapters import keep_bits, unwrapped
 ADAPTERS = {
     "qwen3": lora,
     "dora": lambda: lora(use_dora=True),
+    "embedding": lambda: lora(tiny_qwen3(tie_word_embeddings=False), target_modules=["embed_tokens"], use_dora=True),
     "gpt2": lambda: lora(tiny_gpt2(), fan_in_fan_out=True, bias="lora_only"),
     "experts": lambda: lora(tiny_moe(), target_modules=["v_proj"], target_parameters=["mlp.experts.down_proj"]),
     "modules_to_save": lambda: lora(modules_to_save=["norm"]),
@@ -119,6 +121,24 @@ def test_state_of_a_quantised_policy_comes_back_on_a_base_that_is_loaded_anew(tm
         fresh.load_state_dict(state)
 
 
+@pytest.mark.parametrize("adapted", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_trained_biases_of_quantised_layers_come_back(tmp_path, bits, adapted):
+    def policy():
+        model = quantized_gpt2(tmp_path, bits)
+        return lora(model, bias="all", std=0) if adapted else model
+
+    old, new = policy(), policy()
+    loss_module, fresh = GRPOLoss(TreeActor(randomize(old))), GRPOLoss(TreeActor(new))
+    state = {key: value.clone() for key, value in loss_module.state_dict().items()}
+    assert not any(key.endswith(("c_attn.weight", "base_layer.weight", "SCB", "absmax")) for key in state)
+    assert str(fresh.load_state_dict(state)) == "<All keys matched successfully>"
+    assert same_bits(bits_of(old), bits_of(new))
+    del state[next(key for key in state if key.endswith("bias") and "c_attn" in key)]
+    with pytest.raises(RuntimeError, match="Missing key.*c_attn.*bias"):
+        fresh.load_state_dict(state)
+
+
 def test_adapters_that_cannot_be_trained_are_refused():
     untied = tiny_qwen3(tie_word_embeddings=False)
     head = get_peft_model(untied, LoraConfig(target_modules=["lm_head"]))
@@ -127,6 +147,9 @@ def test_adapters_that_cannot_be_trained_are_refused():
     prompts = get_peft_model(tiny_qwen3(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="peft_config is a PromptTuningConfig"):
         TreeActor(prompts)
+    velora = LoraConfig(target_modules=["q_proj"], velora_config=VeloraConfig(num_groups=8))
+    with pytest.raises(ValueError, match="of the kind VeloraLinear"):
+        TreeActor(get_peft_model(tiny_qwen3(), velora))
     policy = lora()
     policy.merge_adapter()
     with pytest.raises(ValueError, match="is merged into its base"):

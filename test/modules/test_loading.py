@@ -205,6 +205,22 @@ def test_device_map_is_none_under_several_processes(directory, monkeypatch):
     assert model_kwargs(ModelConfig(device_map="auto"))["device_map"] is None
 
 
+def offloaded(directory, folder):
+    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
+    return {"device_map": places | {"model.layers.1": "disk"}, "offload_folder": folder}
+
+
+def test_layers_that_a_device_map_offloads_are_refused(directory, tmp_path):
+    """They are on meta between their forwards, get no gradient, and are not pushed."""
+    kwargs = offloaded(directory, tmp_path)
+    instance = Qwen3ForCausalLM.from_pretrained(directory, **kwargs)
+    message = r"model\.layers\.1\.\S+ is offloaded \(device_map\).*device_map=None.*load_in_4bit"
+    for load in (lambda: load_policy(directory, kwargs), lambda: load_policy(instance), lambda: TreeActor(instance)):
+        with pytest.raises(ValueError, match=message):
+            load()
+    assert TreeActor(tiny_qwen3().to("meta")).model.device.type == "meta", "as a whole it is a model without weights"
+
+
 def test_missing_bitsandbytes_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"load_in_4bit=True and bitsandbytes.*torchrl-asyncgrpo\[bitsandbytes\]"):
@@ -273,6 +289,11 @@ def test_dropout_that_would_act_is_warned_of(directory, tmp_path, recwarn):
     load_policy(tmp_path)
     with pytest.warns(UserWarning, match=r"dropout \(p=0\.2\)"):
         load_policy(tmp_path, gradient_checkpointing=True)
+    with pytest.warns(UserWarning, match=r"dropout \(p=0\.3\)"):  # no module of its own
+        load_policy(tiny_qwen3(attention_dropout=0.3).train(), attention=None)
+    config = LoraConfig(target_modules=["q_proj"])
+    with pytest.warns(UserWarning, match=r"dropout \(p=0\.4\)"):
+        load_policy(tiny_qwen3(attention_dropout=0.4).eval(), peft_config=config, attention="reference")
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -11,6 +11,8 @@ from transformers import Qwen3ForCausalLM
 from torchrl_asyncgrpo import (
     FlatPacker,
     GRPOLoss,
+    ModelConfig,
+    PaddingFreeActor,
     ReferenceLogProbs,
     RemoteActor,
     RolloutScorer,
@@ -18,6 +20,7 @@ from torchrl_asyncgrpo import (
     TreePacker,
     load_policy,
     make_rollout,
+    model_kwargs,
     reference_policy,
 )
 from torchrl_asyncgrpo.adapters import unwrapped
@@ -96,6 +99,37 @@ def test_second_load_has_the_policys_arguments_and_revision(directory, monkeypat
     assert (reference.temperature, reference.chunk_size, reference.attention) == (0.5, 3, "reference")
     assert not any(p.requires_grad for p in reference.parameters())
     assert not reference.model.training
+
+
+def plain_kwargs(**options):
+    return model_kwargs(ModelConfig(dtype="float32", **options))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [None, plain_kwargs(), plain_kwargs(device_map={"": "cpu"})], ids=["none", "no map", "map"]
+)
+def test_reference_is_on_the_device_of_the_policy(directory, kwargs):
+    """Meta stands for cuda here."""
+    actor = TreeActor(load_policy(directory, kwargs).to("meta"))
+    for source in (directory, tiny_qwen3(), None):
+        reference = reference_policy(actor, source, kwargs, **KL)
+        assert {p.device.type for p in reference.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("attention", ["eager", None])
+def test_reference_of_a_padding_free_actor_is_one(directory, attention):
+    kwargs = {"attn_implementation": attention} if attention else None
+    policy = load_policy(directory, kwargs, attention=None)
+    actor = PaddingFreeActor(policy, temperature=0.6, chunk_size=3)
+    references = [reference_policy(actor, source, kwargs, **KL) for source in (directory, policy, None)]
+    references.append(reference_policy(actor, directory, **KL))
+    expected = naive(Qwen3ForCausalLM.from_pretrained(directory), 0.6)
+    randomize(policy)
+    for reference in references:
+        assert type(reference) is PaddingFreeActor
+        assert (reference.attention, reference.chunk_size) == (attention or "sdpa", 3)
+        own = scored(reference, FlatPacker(padding_free=True))
+        torch.testing.assert_close(own.double(), expected, rtol=0, atol=2e-6)
 
 
 def test_reference_of_an_instance_is_a_frozen_copy(directory):

@@ -4,7 +4,12 @@
 """
 
 from torchrl_asyncgrpo.adapters.lora_tensors import LoRATensors
-from torchrl_asyncgrpo.adapters.quantized import has_quantized_layers, keep_bits, leave_out_of_state
+from torchrl_asyncgrpo.adapters.quantized import (
+    bits_outside_parameters,
+    has_quantized_layers,
+    keep_bits,
+    leave_out_of_state,
+)
 from torchrl_asyncgrpo.adapters.served_weights import ServedWeights, is_plain, plain_copy
 from torchrl_asyncgrpo.adapters.tuners import (
     adapters_off,
@@ -22,6 +27,7 @@ __all__ = [
     "ServedWeights",
     "adapters_off",
     "add_adapter",
+    "bits_outside_parameters",
     "changes_its_base",
     "check_adapters",
     "has_adapters",

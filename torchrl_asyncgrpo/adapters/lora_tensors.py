@@ -5,7 +5,8 @@ Shapes: R rank, K and M the inputs and outputs of the layer that an adapter stan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,13 @@ class LoRATensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._layers = dict(_checked_layers(module))
-        self.rank = max(layer.r[adapter] for layer, adapter in self._layers.values())
-        self.targets = sorted({name.rpartition(".")[2] for name in self._layers})
+        layers = dict(_checked_layers(module))
+        self.rank = max(layer.r[adapter] for layer, adapter in layers.values())
+        self.targets = sorted({name.rpartition(".")[2] for name in layers})
+        self._read: dict[str, Callable[[], Tensor]] = {}
+        for path, layer in layers.items():
+            self._read[f"{_PREFIX}{path}.lora_A.weight"] = partial(_matrix_a, *layer)
+            self._read[f"{_PREFIX}{path}.lora_B.weight"] = partial(_matrix_b, *layer)
 
     def config(self) -> dict[str, Any]:
         """The content of ``adapter_config.json``."""
@@ -63,19 +68,24 @@ class LoRATensors(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        path, _, kind = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
-        layer, adapter = self._layers[path]
-        if kind == "lora_A":
-            return layer.lora_A[adapter].weight.detach()
-        return layer.lora_B[adapter].weight.float() * layer.scaling[adapter]
+        return self._read[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
 
     def __iter__(self) -> Iterator[str]:
-        for path in self._layers:
-            yield f"{_PREFIX}{path}.lora_A.weight"
-            yield f"{_PREFIX}{path}.lora_B.weight"
+        return iter(self._read)
 
     def __len__(self) -> int:
-        return 2 * len(self._layers)
+        return len(self._read)
+
+
+def _matrix_a(layer: Any, adapter: str) -> Tensor:
+    return layer.lora_A[adapter].weight.detach()
+
+
+def _matrix_b(layer: Any, adapter: str) -> Tensor:
+    return layer.lora_B[adapter].weight.float() * layer.scaling[adapter]
 
 
 def _checked_layers(module: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:

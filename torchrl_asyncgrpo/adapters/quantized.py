@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def dequantized(module: nn.Module) -> Tensor:
     layer: Any = module
     if isinstance(layer, bnb.nn.Linear4bit):
         return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    # a weight that replaced another has its own until the next forward
+    scale = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
     return bnb.functional.int8_vectorwise_dequant(layer.weight.data, scale.to(layer.weight.device))
 
 
@@ -62,13 +64,16 @@ def unquantized_layer(module: nn.Module) -> nn.Module:
 
 
 def keep_bits(model: nn.Module) -> None:
-    """Keep the 4-bit layers of a model from being laid out anew, at lower precision, by a forward in eval mode.
+    """Keep the quantised layers of a model from being changed by their own forward.
 
-    On a CPU with AVX512-BF16, bitsandbytes repacks the weight of such a layer in place for faster inference and rounds
-    its scales to bfloat16: the policy would be another one after the first evaluation.
+    On a CPU with AVX512-BF16, bitsandbytes repacks a 4-bit weight in place in eval mode, for faster inference, and
+    rounds its scales to bfloat16: the policy would be another one after the first evaluation. The scales of 8 bits it
+    moves from the weight to the layer in the first forward; they are moved here, so that copies of the layer that share
+    the weight have them, too. And it casts the bias of 8 bits to the dtype of the input, which autocast sets, for good;
+    the input is cast instead.
 
     Raises:
-        ValueError: if that has happened already.
+        ValueError: if 4 bits have been laid out anew already.
     """
     bnb: Any = sys.modules.get("bitsandbytes")
     if bnb is None:
@@ -82,32 +87,49 @@ def keep_bits(model: nn.Module) -> None:
                     "on before it is run."
                 )
             module.support_avx512bf16_for_cpu = False
+        elif is_quantized(module):
+            if module.weight.SCB is not None:
+                module.init_8bit_state()
+            if _before_8_bits not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_before_8_bits)
+
+
+def bits_outside_parameters(model: nn.Module) -> Iterator[Tensor]:
+    """What 8-bit layers hold beside their parameters: the same bits again, without further memory, and the scales."""
+    bnb: Any = sys.modules.get("bitsandbytes")
+    for module in model.modules():
+        if bnb is not None and isinstance(module, bnb.nn.Linear8bitLt):
+            yield from (tensor for tensor in (module.state.CB, module.state.SCB) if tensor is not None)
 
 
 def leave_out_of_state(owner: nn.Module) -> None:
-    """Leave the quantised layers below a module out of its state dicts, from now on.
+    """Leave the weights of the quantised layers below a module out of its state dicts, from now on.
 
     They are frozen, and come back by loading the model; bitsandbytes itself cannot load what it saves of them into
-    layers that are quantised already.
+    layers that are quantised already. Biases, which may be trained, stay in the state.
     """
     owner.register_state_dict_post_hook(_drop_quantized)
     owner.register_load_state_dict_post_hook(_miss_no_quantized)
 
 
+def _before_8_bits(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if layer.weight.CB is not None and layer.weight.SCB is None:
+        layer.weight.CB = None  # peft's DoRA made it a new parameter without its scales, which the layer has
+    if layer.bias is None:
+        return args
+    x, *others = args
+    return x.to(layer.bias.dtype), *others
+
+
 def _drop_quantized(owner: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     layers = tuple(f"{prefix}{name}." for name, module in owner.named_modules() if is_quantized(module))
-    for key in [key for key in state_dict if key.startswith(layers)]:
+    for key in [key for key in state_dict if key.startswith(layers) and not key.endswith(".bias")]:
         del state_dict[key]
 
 
 def _miss_no_quantized(owner: nn.Module, incompatible_keys: Any) -> None:
     # missing keys begin with the owner's own name, which is not told here
-    left_out = tuple(
-        f".{name}.{parameter}"
-        for name, module in owner.named_modules()
-        if is_quantized(module)
-        for parameter, _ in module.named_parameters()
-    )
+    left_out = tuple(f".{name}.weight" for name, module in owner.named_modules() if is_quantized(module))
     missing = incompatible_keys.missing_keys
     missing[:] = [key for key in missing if not f".{key}".endswith(left_out)]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_asyncgrpo.adapters.quantized import (
     as_stored,
+    bits_outside_parameters,
     dequantized,
     has_quantized_layers,
     is_quantized,
@@ -64,6 +65,9 @@ class ServedWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._read[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._read)
 
@@ -92,7 +96,8 @@ def plain_copy(module: nn.Module) -> Any:
     model = unwrapped(module)
     weights = ServedWeights(model)
     # modules are copied, parameters are not: each is replaced below
-    own = _replaced(copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}))
+    kept = [*model.parameters(), *bits_outside_parameters(model)]
+    own = _replaced(copy.deepcopy(model, {id(tensor): tensor for tensor in kept}))
     made: dict[int, nn.Parameter] = {}
     for name, parameter in own.named_parameters():
         value = weights[name]

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.adapters.quantized import is_quantized
+from torchrl_asyncgrpo.adapters.snapshot import Snapshot
 
 _INSTALL = "pip install 'torchrl-asyncgrpo[peft]'"
 # Of peft's ``init_lora_weights``: the base is written, so that base and adapter are together what the base was
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_LEAVE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+_KNOWN_VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant"}
 
 
 def lora_config(*, r: int, alpha: int, dropout: float, target_modules: str | Sequence[str], **options: Any) -> Any:
@@ -54,8 +57,8 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train;
-            the model is then as it was.
+        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train, or
+            that peft cannot put on this model. The model is then as it was.
     """
     peft = _import_peft("peft_config")
     if has_adapters(model):
@@ -70,14 +73,12 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
         raise ValueError(_more_than_layers(peft_config))
     config = copy.deepcopy(peft_config)
     config.task_type = config.task_type or "CAUSAL_LM"
-    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    policy = peft.get_peft_model(model, config)
+    before = Snapshot(model, weights=not _leaves_the_base(config))
     try:
+        policy = peft.get_peft_model(model, config)
         check_adapters(policy)
-    except ValueError:
-        _take_out(model)
-        for parameter, requires_grad in trainable:
-            parameter.requires_grad_(requires_grad)
+    except BaseException:
+        before.restore()
         raise
     return policy
 
@@ -122,8 +123,8 @@ def check_adapters(model: nn.Module) -> None:
     """Check that the adapters of a model can be trained on tree batches; a model without any passes.
 
     Raises:
-        ValueError: if one is on the output head, on an embedding that the head shares, merged into its base, or of a
-            kind whose output depends on more than the layer's input.
+        ValueError: if one is on the output head, on an embedding that the head shares, merged into its base, or a
+            variant of LoRA other than DoRA.
     """
     base = unwrapped(model)
     if not has_adapters(base):
@@ -138,10 +139,11 @@ def check_adapters(model: nn.Module) -> None:
                 "unmerge_adapter() first."
             )
         kinds = {type(v).__name__ for v in module.lora_variant.values()} if isinstance(module, LoraLayer) else set()
-        if kinds & {"ALoraLinearVariant", "ArrowLinearVariant"}:
+        if others := kinds - _KNOWN_VARIANTS:
             raise ValueError(
-                f"the adapter on {name} is of the kind {', '.join(sorted(kinds))}, whose output depends on where in "
-                "the sequence a token is; tree batches have no such place. Use LoRA, rsLoRA or DoRA."
+                f"the adapter on {name} is of the kind {', '.join(sorted(others)).replace('Variant', '')}, and only "
+                "LoRA, rsLoRA and DoRA are known to be the same on tree batches as on rows: other kinds look at the "
+                "place of a token in its sequence or at the batch as a whole, draw random numbers, or rewrite the base."
             )
     if isinstance(base, PreTrainedModel):
         _check_embeddings(base)
@@ -221,7 +223,8 @@ def merged(layers: Sequence[Any], name: str, base: Tensor) -> Tensor:
         base: the parameter, [M, K] if it is the weight; dequantised if it is kept in few bits. It is not written.
 
     Returns:
-        A new tensor where an adapter adds to it, in float32 or wider.
+        A new tensor where an adapter adds to it, in float32 or wider. What peft adds to stacked experts it has rounded
+        to their dtype.
     """
     if not layers:
         return base
@@ -235,12 +238,27 @@ def merged(layers: Sequence[Any], name: str, base: Tensor) -> Tensor:
             if adapter in layer.merged_adapters or adapter not in layer.scaling:
                 continue
             if name == target:
-                base = _wide(base) + layer.get_delta_weight(adapter)
+                base = _wide(base) + _delta(layer, adapter)
                 if adapter in layer.lora_variant:
                     base = _with_norms(base, layer.lora_magnitude_vector[adapter].weight, layer.fan_in_fan_out)
             elif name == "bias" and layer.lora_bias[adapter]:
-                base = _wide(base) + layer.lora_B[adapter].bias * layer.scaling[adapter]
+                base = _wide(base) + _wide(layer.lora_B[adapter].bias) * layer.scaling[adapter]
     return base
+
+
+def _delta(layer: Any, adapter: str) -> Tensor:
+    """What an adapter adds, as the base is laid out; peft's own is rounded to the adapter's dtype."""
+    from peft.tuners.lora.layer import Embedding, ParamWrapper
+
+    if isinstance(layer, ParamWrapper):
+        return layer.get_delta_weight(adapter)
+    turned = isinstance(layer, Embedding)
+    if turned:
+        A, B = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    else:
+        A, B = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    delta_MK = _wide(B) @ _wide(A) * layer.scaling[adapter]
+    return delta_MK.T if turned or layer.fan_in_fan_out else delta_MK
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -291,13 +309,14 @@ def _check_embeddings(model: PreTrainedModel) -> None:
         )
 
 
-def _take_out(model: nn.Module) -> None:
-    """Put the model's own modules back; peft's ``unload`` would leave copies of those that were to be saved."""
-    done: list[str] = []
-    for name, module in list(adapter_modules(model)):
-        if not any(name.startswith(f"{outer}.") for outer in done):
-            model.set_submodule(name, _original(module))
-            done.append(name)
+def _leaves_the_base(config: Any) -> bool:
+    """Whether peft is known to write nothing to the weights of a model when it makes an adapter."""
+    fields = vars(config)
+    return (
+        config.peft_type == "LORA"
+        and fields["init_lora_weights"] in _LEAVE_THE_BASE
+        and fields.get("kasa_config") is None
+    )
 
 
 def _original(module: Any) -> nn.Module:

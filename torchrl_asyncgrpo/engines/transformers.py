@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchrl_asyncgrpo.adapters import is_plain, keep_bits, plain_copy, unwrapped
+from torchrl_asyncgrpo.adapters import bits_outside_parameters, is_plain, keep_bits, plain_copy, unwrapped
 from torchrl_asyncgrpo.data.end_tokens import end_token_ids
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
@@ -38,8 +38,8 @@ class TransformersEngine:
     loop may be used, and several over time.
 
     Args:
-        model: causal language model, or peft's wrapper around one. It is never modified: the engine works on a copy of
-            its modules, in eval mode and with its own attention function.
+        model: causal language model, or peft's wrapper around one. Its weights are never modified: the engine works on
+            a copy of its modules, in eval mode and with its own attention function.
         copy_weights: True gives the engine its own parameters, with adapters merged into them and quantised ones
             written out. False shares the model's own (``shares_weights``), adapters and all: no pushes are needed and
             none is accepted, but no step may run while they are being written, and they may only be written in place.
@@ -302,9 +302,9 @@ def _decoding_copy(model: PreTrainedModel, copy_weights: bool) -> PreTrainedMode
     if copy_weights and not is_plain(model):
         own = plain_copy(model)
     else:
-        tensors = [*model.parameters(), *model.buffers()]
+        keep_bits(model)  # before the two share bits
+        tensors = [*model.parameters(), *model.buffers(), *bits_outside_parameters(model)]
         own = copy.deepcopy(model, {} if copy_weights else {id(tensor): tensor for tensor in tensors})
-        keep_bits(own)
     own.config._attn_implementation = GROUP_ATTENTION
     use_onednn(own)
     if copy_weights:

@@ -16,6 +16,7 @@ from torchrl_asyncgrpo.adapters import check_adapters, has_quantized_layers, kee
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.kernels.heap import release_free_pages
 from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
+from torchrl_asyncgrpo.modules.checkpoint import check_not_offloaded
 from torchrl_asyncgrpo.modules.log_prob import HeadTransform, log_kept_mass, token_log_prob
 from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, install
 
@@ -46,8 +47,8 @@ class TreeActor(TensorDictModuleBase):
     Raises:
         TypeError: if ``model`` is not a transformers model.
         ValueError: if temperature or chunk size is out of range, if the backend cannot honour a feature of the
-            model, if the model's head is more than a linear map with scale and softcap, or if router logits are asked
-            of a model that has none.
+            model, if layers of the model are offloaded, if its head is more than a linear map with scale and softcap,
+            or if router logits are asked of a model that has none.
 
     Example:
         >>> actor = TreeActor(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
@@ -102,6 +103,7 @@ class TreeActor(TensorDictModuleBase):
                 f"model is a {type(model).__name__}; TreeActor runs a transformers causal language model "
                 "(AutoModelForCausalLM), bare or in a PeftModel. Override TreeActor.prepare for another kind of policy."
             )
+        check_not_offloaded(model)
         check_adapters(model)
         keep_bits(model)
         if has_quantized_layers(model):

@@ -109,6 +109,18 @@ def several_processes() -> bool:
     return initialized or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def check_not_offloaded(model: torch.nn.Module) -> None:
+    """Raise ``ValueError`` where some parameters are on meta and others are not, as those that accelerate offloads."""
+    on_meta = {name: parameter.is_meta for name, parameter in model.named_parameters()}
+    if any(on_meta.values()) and not all(on_meta.values()):
+        raise ValueError(
+            f"{next(name for name, meta in on_meta.items() if meta)} is offloaded (device_map) to the disk or to the "
+            f"memory of the host, with {sum(on_meta.values())} of {len(on_meta)} parameters of the "
+            f"{type(model).__name__}: they would be neither trained nor pushed. Use device_map=None, or devices that "
+            "hold all of it; a smaller dtype or load_in_4bit=True with an adapter makes it smaller."
+        )
+
+
 def no_head(what: str) -> str:
     """The message for a model that gives no log-probs."""
     return (

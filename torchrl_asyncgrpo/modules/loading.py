@@ -22,8 +22,17 @@ from torchrl_asyncgrpo.adapters import (
     lora_config,
     unwrapped,
 )
-from torchrl_asyncgrpo.modules.checkpoint import TREE, as_dtype, check_attention, load_model, no_head, several_processes
+from torchrl_asyncgrpo.modules.checkpoint import (
+    TREE,
+    as_dtype,
+    check_attention,
+    check_not_offloaded,
+    load_model,
+    no_head,
+    several_processes,
+)
 from torchrl_asyncgrpo.modules.tree_attention import install
+from torchrl_asyncgrpo.modules.tree_attention.features import attention_dropout
 
 
 @dataclass
@@ -35,7 +44,8 @@ class ModelConfig:
         dtype: of the weights: ``"auto"`` for the checkpoint's, a name such as ``"bfloat16"``, or a torch dtype.
         attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; see ``TreeActor``.
         trust_remote_code: run the model's own code from the hub.
-        device_map: of transformers; None loads to the CPU, or a quantised model to the current device. Several
+        device_map: of transformers; None loads to the CPU, or a quantised model to the current device. One that
+            offloads layers (``"auto"`` where the devices are too small) is refused by ``load_policy``. Several
             processes always use None.
         load_in_4bit: keep linear layers in 4 bits of bitsandbytes, for training adapters on them.
         load_in_8bit: the same in 8 bits. Activations are quantised, too, so that an engine, which serves what the
@@ -166,7 +176,8 @@ def load_policy(
         TypeError: if ``model`` is a module other than a transformers model, bare or wrapped by peft.
         ValueError: naming the field: an unknown dtype, revision, attention or argument; a quantised instance asked for;
             a model without a language-model head, or whose layers (recurrent ones, for instance) no tree attention
-            serves; an adapter for a model that has one, or one that cannot be trained.
+            serves; a device map that offloads layers; an adapter for a model that has one, or one that cannot be
+            trained.
         OSError: if there is no such model or revision.
     """
     check_attention(attention)
@@ -177,6 +188,7 @@ def load_policy(
         attention = _backend(attention, kwargs)
         policy = load_model(model, kwargs, attention=attention)
     base = unwrapped(policy)
+    check_not_offloaded(base)
     keep_bits(base)
     if attention is not None:
         install(base, attention)
@@ -265,7 +277,8 @@ def _backend(attention: str | None, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def _warn_of_dropout(base: PreTrainedModel, peft_config: Any) -> None:
-    rates = {module.p for module in base.modules() if isinstance(module, nn.Dropout) and module.p > 0}
+    rates = {module.p for module in base.modules() if isinstance(module, nn.Dropout)}
+    rates = {rate for rate in rates | {attention_dropout(base.config.get_text_config())} if rate > 0}
     if rates and (base.training or peft_config is not None):
         warnings.warn(
             f"the policy has dropout (p={', '.join(map(str, sorted(rates)))}), which acts in train mode: log-probs in "

@@ -22,6 +22,7 @@ from torchrl_asyncgrpo.adapters import (
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.modules.checkpoint import load_model
+from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 from torchrl_asyncgrpo.modules.scoring import entry_log_prob
 
 
@@ -50,7 +51,8 @@ def reference_policy(
         kl_to_ref_coeff: of the loss, >= 0.
 
     Returns:
-        The actor of the reference, without gradients and in eval mode, on the policy's device; or None.
+        The actor of the reference, of the policy's kind, without gradients and in eval mode, on the policy's device;
+        or None. One that a device map spreads over several devices stays there.
 
     Raises:
         TypeError: if the actor's model is not in this process, or no transformers model.
@@ -81,23 +83,28 @@ def reference_policy(
                 "the adapter, or build a TreeActor of a model that you load for it."
             )
         return BaseActor(actor)
-    device = next(actor.parameters()).device
     if model is None or isinstance(model, torch.nn.Module):
         reference = copy.deepcopy(actor.model if model is None else unwrapped(model))
+    elif isinstance(actor, PaddingFreeActor):
+        kwargs = {"attn_implementation": actor.attention, **(model_init_kwargs or {})}
+        reference = load_model(model, kwargs, attention=None)
     else:
         reference = load_model(model, model_init_kwargs)
-        if next(reference.parameters()).device != device and "device_map" not in (model_init_kwargs or {}):
-            reference.to(device)
-    return TreeActor(
-        _frozen(reference),
-        temperature=actor.temperature,
-        attention=actor.attention,
-        chunk_size=actor.chunk_size,
-    )
+    return _like(actor, _frozen_on(next(actor.parameters()).device, reference))
 
 
-def _frozen(model: PreTrainedModel) -> PreTrainedModel:
+def _frozen_on(device: torch.device, model: PreTrainedModel) -> PreTrainedModel:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and devices != {device}:  # one over several devices stays where its device map put it
+        model.to(device)
     return model.requires_grad_(False).eval()
+
+
+def _like(actor: TreeActor, model: PreTrainedModel) -> TreeActor:
+    """An actor of the same kind and settings over another model."""
+    if isinstance(actor, PaddingFreeActor):
+        return PaddingFreeActor(model, temperature=actor.temperature, chunk_size=actor.chunk_size)
+    return TreeActor(model, temperature=actor.temperature, attention=actor.attention, chunk_size=actor.chunk_size)
 
 
 class BaseActor(TensorDictModuleBase):

@@ -26,8 +26,9 @@ def load_tokenizer(
 
     Args:
         model: what ``load_policy`` gets: the name of a model on the hub, a directory, or a model, whose configuration
-            says where it was loaded from.
-        model_init_kwargs: arguments of the model's ``from_pretrained``, of which revision and the like are used.
+            says where it was loaded from, but not at which revision.
+        model_init_kwargs: arguments of the model's ``from_pretrained``, of which revision and the like are used; pass
+            them with an instance, too.
 
     Returns:
         The tokenizer; one without a padding token pads with its end token.

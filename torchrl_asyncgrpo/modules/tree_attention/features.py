@@ -67,8 +67,13 @@ def demanded_features(model: PreTrainedModel) -> Iterator[str]:
         yield "ALiBi position biases"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         yield "logit softcapping"
-    if model.training and _dropout(config) > 0:
-        yield f"attention dropout in training: {_dropout(config)} (or set it to 0, or call model.eval())"
+    if model.training and attention_dropout(config) > 0:
+        yield f"attention dropout in training: {attention_dropout(config)} (or set it to 0, or call model.eval())"
+
+
+def attention_dropout(config: PreTrainedConfig) -> float:
+    """Probability of the dropout of attention weights; GPT-2 and its kin call it ``attn_pdrop``."""
+    return getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0
 
 
 def beyond_attention(model: PreTrainedModel) -> Iterator[str]:
@@ -97,8 +102,3 @@ def _is_bidirectional(model: PreTrainedModel, config: PreTrainedConfig) -> bool:
         getattr(module, "is_causal", True) is False and getattr(module, "config", None) is config
         for module in model.modules()
     )
-
-
-def _dropout(config: PreTrainedConfig) -> float:
-    """GPT-2 and its kin call attention dropout ``attn_pdrop``."""
-    return getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
+from adapted import lora
 from fakes import character_tokenizer, tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -218,17 +219,25 @@ def test_policy_is_on_its_device_under_several_processes_too(script, model_dir, 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("push", "rank", "expected"),
     [
-        (["+model.options.lora_r=600"], {"backend": "shm"}),
-        (
-            ["+model.options.lora_r=4", "engine.push=adapter"],
-            {"backend": None, "max_loras": 3, "max_lora_rank": 4},
-        ),
+        ("weights", 600, {"backend": "shm"}),
+        ("adapter", 4, {"backend": None, "max_loras": 3, "max_lora_rank": 4}),
     ],
 )
-def test_a_server_makes_room_for_adapters_where_they_are_pushed(script, monkeypatch, overrides, expected):
+def test_a_server_makes_room_for_adapters_where_they_are_pushed(server_options, push, rank, expected):
     """A merged push has any rank."""
+    assert server_options(push, lora(r=rank)) == expected
+
+
+def test_without_an_adapter_to_push_no_server_is_started(server_options):
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no adapter to push"):
+        server_options("adapter", tiny_qwen3())
+
+
+@pytest.fixture
+def server_options(script, monkeypatch):
+    """What the server of a policy would be started with, as to how weights reach it."""
     module, given = script("async_grpo"), {}
 
     def start(path, **options):
@@ -236,11 +245,15 @@ def test_a_server_makes_room_for_adapters_where_they_are_pushed(script, monkeypa
         raise RuntimeError("started")
 
     monkeypatch.setattr(module, "VLLMServer", start)
-    with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
-        cfg = hydra.compose("async_grpo_vllm", overrides=overrides)
-    with pytest.raises(RuntimeError, match="started"), contextlib.ExitStack() as cleanup:
-        module.make_engine(cfg, tiny_qwen3(), "path", 8, cleanup)
-    assert {key: value for key, value in given.items() if key == "backend" or "lora" in key} == expected
+
+    def server_options(push, policy):
+        with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
+            cfg = hydra.compose("async_grpo_vllm", overrides=[f"engine.push={push}"])
+        with contextlib.suppress(RuntimeError), contextlib.ExitStack() as cleanup:
+            module.make_engine(cfg, policy, "path", 8, cleanup)
+        return {key: value for key, value in given.items() if key == "backend" or "lora" in key}
+
+    return server_options
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ from torchrl_asyncgrpo import (
     reference_policy,
     run_name,
 )
-from torchrl_asyncgrpo.adapters import has_quantized_layers, unwrapped
+from torchrl_asyncgrpo.adapters import LoRATensors, has_quantized_layers, unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.advantages import make_estimator
@@ -86,11 +86,13 @@ def make_engine(
         raise ValueError(f"engine.push={cfg.engine.push}; choose weights or adapter.")
     url, adapter = cfg.engine.url, cfg.engine.push == "adapter"
     if url is None:
-        rank = cfg.model.options.get("lora_r") or 16
+        if adapter:  # of which nothing is served that LoRATensors refuses
+            takes = dict(backend=None, max_loras=cfg.train.max_staleness + 2, max_lora_rank=LoRATensors(policy).rank)
+        else:
+            takes = dict(backend=cfg.engine.backend)
         server = VLLMServer(
             path,
-            backend=None if adapter else cfg.engine.backend,
-            **({"max_loras": cfg.train.max_staleness + 2, "max_lora_rank": rank} if adapter else {}),
+            **takes,
             dtype=cfg.engine.dtype,
             max_model_len=cfg.engine.max_model_len,
             kv_cache_gib=cfg.engine.kv_cache_gib,

@@ -39,7 +39,8 @@ class LoRATensors(Mapping[str, Tensor]):
 
     Attributes:
         rank: highest of all layers.
-        targets: last parts of the names of the layers, sorted.
+        layers: names of the layers in the model.
+        targets: last parts of these names, sorted.
 
     Raises:
         ValueError: if vLLM cannot serve the adapter, naming what it has and what to do instead.
@@ -48,7 +49,8 @@ class LoRATensors(Mapping[str, Tensor]):
     def __init__(self, module: nn.Module) -> None:
         self._layers = dict(_checked_layers(module))
         self.rank = max(layer.r[adapter] for layer, adapter in self._layers.values())
-        self.targets = sorted({name.rpartition(".")[2] for name in self._layers})
+        self.layers = list(self._layers)
+        self.targets = sorted({name.rpartition(".")[2] for name in self.layers})
 
     def config(self) -> dict[str, Any]:
         """The content of ``adapter_config.json``."""

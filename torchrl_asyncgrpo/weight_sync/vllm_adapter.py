@@ -105,12 +105,13 @@ class VLLMAdapterSyncSender(VLLMSender):
             serving_dtype=self.serving_dtype,
             slots=self.max_staleness + 2,
             rank=self._tensors.rank,
-            targets=self._tensors.targets,
+            layers=self._tensors.layers,
             held_version=held,
         )
         if self.verify == "checksum":
             base = ServedWeights(self.module, merge=False)
-            check_base(base, self._http.checksums(timeout=self.timeout), self.serving_dtype, url=self.url)
+            checksums = self._http.checksums(timeout=self.timeout)
+            check_base(base, checksums, self.serving_dtype, layers=self._tensors.layers, url=self.url)
         self._adapter_dtype = getattr(torch, support.dtype)
         if self._files is None:
             self._files = AdapterFiles(self.directory)

@@ -24,7 +24,7 @@ def sampled(body, versions=((0, None),), reason="length", tokens=None, **fields)
             start = spans[-1]["end"]
         choice = dict(index=i, token_ids=token_ids, finish_reason=reason, logprobs={"content": content})
         choices.append(choice | dict(weight_versions=spans, sampling_mask=None) | fields)
-    return {"choices": choices}
+    return {"choices": choices, "model": body.get("model", "policy")}
 
 
 class FakeVLLM:
@@ -42,7 +42,7 @@ class FakeVLLM:
         self.headers = []
         self.paths = []
         self.posts = []  # (path, body) of all but generate requests
-        self.post_answers = {}  # (status, content) by path
+        self.post_answers = {}  # (status, content) by path, or a callable that makes it of the body
         self.empty_request = (400, {"error": {"message": "token_ids: Field required"}})
         self.connections = 0
         self.sequences = self.most_sequences = 0
@@ -156,7 +156,8 @@ class FakeVLLM:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])) or b"null")
         if not handler.path.startswith("/inference/v1/generate"):
             self.posts.append((handler.path, body))
-            self._send(handler, *self.post_answers.get(handler.path, (200, {"status": handler.path})))
+            answer = self.post_answers.get(handler.path, (200, {"status": handler.path}))
+            self._send(handler, *(answer(body) if callable(answer) else answer))
             return
         if not body:
             self._send(handler, *self.empty_request)

@@ -11,7 +11,7 @@ from torchrl_asyncgrpo.engines.vllm import VLLMEngine
 from torchrl_asyncgrpo.engines.vllm_http import RequestRefused, ServerFailed
 
 PARAMS = SamplingParams(max_tokens=6, n=2, seed=3)
-GONE = (404, {"error": {"message": "The model `policy-v1` does not exist."}})
+GONE = (404, {"error": {"message": "The model `policy-v1-7` does not exist."}})
 
 
 @pytest.fixture
@@ -45,17 +45,30 @@ def versions(completions):
 
 
 def test_each_request_names_the_newest_adapter_and_its_tokens_have_that_version(fake, engine, served):
-    served("policy-v9", "policy-v10", "policy-v2")
+    served("policy-v9-9", "policy-v10-7", "policy-v2-8")
     assert versions(sample(engine)) == {10}
-    served("policy-v10", "policy-v11")
+    served("policy-v10-7", "policy-v11-7")
     assert versions(sample(engine)) == {11}
-    assert [body["model"] for body in fake.bodies] == ["policy-v10", "policy-v11"]
+    assert [body["model"] for body in fake.bodies] == ["policy-v10-7", "policy-v11-7"]
     assert engine.policy_version == 11
 
 
+def test_of_two_publications_of_a_version_the_newer_one_is_named(fake, engine, served):
+    served("policy-v3-100", "policy-v3-20", "policy-v2-400")
+    assert versions(sample(engine)) == {3}
+    assert fake.bodies[0]["model"] == "policy-v3-100"
+
+
+def test_the_base_in_the_place_of_an_adapter_is_no_answer(fake, engine, served):
+    served("policy-v3-7")
+    fake.script = [lambda body: sampled(body) | {"model": "policy"}]
+    assert versions(sample(engine)) == {3}
+    assert engine.counters["retries"] == 1
+
+
 def test_adapters_of_others_and_models_of_such_names_are_not_ours(fake, engine, served):
-    served("sql", "policy-v03", "policy-v5x", "my-policy-v6")
-    fake.routes["/v1/models"]["data"].append({"id": "policy-v7", "max_model_len": 64, "parent": None})
+    served("sql", "policy-v03-1", "policy-v5", "my-policy-v6-1")
+    fake.routes["/v1/models"]["data"].append({"id": "policy-v7-7", "max_model_len": 64, "parent": None})
     assert versions(sample(engine)) == {0}
     assert "model" not in fake.bodies[0]
 
@@ -74,10 +87,10 @@ def test_a_server_that_takes_no_adapters_is_not_asked_for_them(fake):
 
 
 def test_what_is_aborted_is_continued_under_the_newest_adapter(fake, engine, served):
-    served("policy-v1")
+    served("policy-v1-7")
 
     def aborted(body):
-        served("policy-v1", "policy-v2")
+        served("policy-v1-7", "policy-v2-7")
         return sampled(body, reason="abort", tokens=2)
 
     fake.script = [aborted]
@@ -86,10 +99,10 @@ def test_what_is_aborted_is_continued_under_the_newest_adapter(fake, engine, ser
 
 
 def test_a_request_whose_adapter_is_gone_is_asked_again_under_the_newest(fake, engine, served):
-    served("policy-v1")
+    served("policy-v1-7")
 
     def unloaded(body):
-        served("policy-v3")
+        served("policy-v3-7")
         return GONE
 
     fake.script = [unloaded]
@@ -98,14 +111,14 @@ def test_a_request_whose_adapter_is_gone_is_asked_again_under_the_newest(fake, e
 
 
 def test_an_adapter_that_is_listed_and_never_there_is_an_error(fake, engine, served):
-    served("policy-v1")
+    served("policy-v1-7")
     fake.script = [GONE] * 3
-    with pytest.raises(ServerFailed, match="failed 3 times in a row.*`policy-v1` does not exist"):
+    with pytest.raises(ServerFailed, match="failed 3 times in a row.*`policy-v1-7` does not exist"):
         sample(engine)
 
 
 def test_refusals_of_another_kind_are_raised_at_once(fake, engine, served):
-    served("policy-v1")
+    served("policy-v1-7")
     fake.script = [(400, {"error": {"message": "bad"}})]
     with pytest.raises(RequestRefused, match="bad"):
         sample(engine)
@@ -116,17 +129,17 @@ def test_refusals_of_another_kind_are_raised_at_once(fake, engine, served):
 
 
 def test_a_server_that_lost_its_adapters_is_back_when_the_newest_is(fake, engine, served):
-    served("policy-v3", "policy-v4")
+    served("policy-v3-7", "policy-v4-7")
     sample(engine)
     served()
     results = []
     asker = threading.Thread(target=lambda: results.append(sample(engine)))
     asker.start()
     assert wait_until(lambda: engine.counters["retries"] == 1), "an answer of the base alone is not accepted"
-    served("policy-v3")
+    served("policy-v3-7")
     asker.join(0.2)
     assert asker.is_alive(), "an older one is not it, either"
-    served("policy-v3", "policy-v4")
+    served("policy-v3-7", "policy-v4-7")
     asker.join(WAIT_S)
     assert versions(results[0]) == {4}
     assert engine.counters["recoveries"] == 1
@@ -134,7 +147,7 @@ def test_a_server_that_lost_its_adapters_is_back_when_the_newest_is(fake, engine
 
 def test_the_newest_adapter_is_seen_before_the_first_request(fake, engine, served):
     """So that a server which restarts under the first request is noticed."""
-    served("policy-v4")
+    served("policy-v4-7")
 
     def restarted(body):
         served()  # and the connection is lost
@@ -145,6 +158,6 @@ def test_the_newest_adapter_is_seen_before_the_first_request(fake, engine, serve
     assert wait_until(lambda: engine.counters["retries"] >= 1)
     asker.join(0.2)
     assert asker.is_alive()
-    served("policy-v5")
+    served("policy-v5-7")
     asker.join(WAIT_S)
     assert engine.policy_version == 5

@@ -10,6 +10,7 @@ from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.prompts import PromptDraw
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.vllm_answer import joined, read_answer, request_body, stream_seed
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.engines.vllm_http import ServerFailed
 
 
@@ -116,6 +117,21 @@ def test_sampling_mask_belongs_to_its_tokens():
 def test_what_is_no_answer_fails_the_request(answer, reason):
     with pytest.raises(ServerFailed, match=reason):
         read_answer(answer, 1, with_mask=False)
+
+
+def test_an_answer_is_that_of_the_adapter_which_was_asked_for():
+    adapter = PolicyAdapter(9, 4)
+    answer = {"choices": [choice([5, 6])], "model": "policy-v9-4"}
+    (completion,) = read_answer(answer, 1, with_mask=False, adapter=adapter)
+    assert completion.policy_versions == [9, 9], "whatever version the base has"
+    for model in ("policy", "policy-v9-3", None):
+        with pytest.raises(
+            ServerFailed, match=f"answered with {model!r}, and 'policy-v9-4'.*VLLM_SKIP_MODEL_NAME_VALI"
+        ):
+            read_answer(answer | {"model": model}, 1, with_mask=False, adapter=adapter)
+    del answer["model"]
+    with pytest.raises(ServerFailed, match="KeyError"):
+        read_answer(answer, 1, with_mask=False, adapter=adapter)
 
 
 def test_completions_come_in_the_order_of_their_streams():

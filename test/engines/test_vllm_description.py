@@ -4,9 +4,9 @@ import pytest
 
 from torchrl_asyncgrpo.engines.vllm_description import (
     AdapterSupport,
-    adapter_name,
-    adapter_versions,
+    PolicyAdapter,
     configured,
+    listed_adapters,
 )
 
 LORA = {"max_loras": 3, "max_lora_rank": 8, "lora_dtype": "torch.bfloat16", "target_modules": None}
@@ -32,8 +32,12 @@ def test_copies_of_the_model_and_few_bits():
     assert (told["replicas"], told["api_servers"], told["quantization"]) == (2, 3, "awq")
 
 
-def test_names_lead_back_to_versions_oldest_first():
-    cards = [{"id": adapter_name(version), "parent": "policy"} for version in (10, 9, 100, 0)]
-    others = [{"id": name, "parent": "policy"} for name in ("policy-v", "policy-v01", "policy-v1-2", "Policy-v1")]
-    models = [{"id": "policy-v3", "parent": None}, {"id": "policy-v4"}]
-    assert adapter_versions(cards + others + models) == [0, 9, 10, 100]
+def test_names_lead_back_to_versions_and_publications_oldest_first():
+    adapters = [PolicyAdapter(*pair) for pair in ((10, 7), (9, 100), (9, 20), (100, 1), (0, 0))]
+    cards = [{"id": adapter.name, "parent": "policy"} for adapter in adapters]
+    names = ("policy-v", "policy-v1", "policy-v01-1", "policy-v1-02", "policy-v1-2-3", "Policy-v1-2")
+    others = [{"id": name, "parent": "policy"} for name in names]
+    models = [{"id": "policy-v3-1", "parent": None}, {"id": "policy-v4-1"}]
+    assert (
+        listed_adapters(cards + others + models) == sorted(adapters) == [(0, 0), (9, 20), (9, 100), (10, 7), (100, 1)]
+    )

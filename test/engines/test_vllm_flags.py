@@ -23,14 +23,23 @@ def test_adapters_are_taken_while_the_server_runs(monkeypatch):
         (("shm", 3, 8), "max_loras=3 with backend='shm'.*Pass backend=None.*VLLMAdapterSyncSender"),
         ((None, 0, 8), "max_loras=0"),
         ((None, 3, 0), "max_lora_rank=0; it must be from 1 to 512"),
-        (("shm", None, 513), "max_lora_rank=513"),
+        ((None, 3, 513), "max_lora_rank=513"),
     ],
 )
 def test_refused(arguments, reason):
     with pytest.raises(ValueError, match=reason):
-        check_adapters(*arguments)
+        check_adapters(*arguments, dtype="float32", on_cpu=True)
 
 
-def test_accepted():
-    check_adapters("shm", None, 16)
-    check_adapters(None, 1, 512)
+def test_adapters_in_float32_are_refused_on_a_gpu_where_vllm_would_die_of_them():
+    for dtype in ("float32", "float"):
+        with pytest.raises(ValueError, match=f"dtype='{dtype}'.*on a GPU, vLLM dies.*Pass dtype='bfloat16'"):
+            check_adapters(None, 3, 8, dtype=dtype, on_cpu=False)
+        check_adapters(None, 3, 8, dtype=dtype, on_cpu=True)
+        check_adapters("shm", None, 8, dtype=dtype, on_cpu=False)
+    check_adapters(None, 3, 8, dtype="bfloat16", on_cpu=False)
+
+
+@pytest.mark.parametrize("arguments", [("shm", None, 16), ("shm", None, 1024), (None, 1, 512)])
+def test_accepted(arguments):
+    check_adapters(*arguments, dtype="float32", on_cpu=True)

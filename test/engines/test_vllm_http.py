@@ -7,6 +7,7 @@ import socket
 import pytest
 from engines.fake_vllm import WAIT_S, sampled
 
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.engines.vllm_http import (
     VLLMHTTP,
     RequestRefused,
@@ -110,26 +111,28 @@ def test_adapter_is_not_taken_for_the_model(fake, http):
     assert http.describe().model == base["id"]
 
 
-def test_adapters_are_listed_loaded_and_unloaded_by_their_version(fake, http):
+def test_adapters_are_listed_loaded_and_unloaded_by_their_names(fake, http):
     data = fake.routes["/v1/models"]["data"]
-    data += [{"id": name, "max_model_len": None, "parent": "policy"} for name in ("policy-v12", "other", "policy-v3")]
-    assert http.adapters() == [3, 12]
+    names = ("policy-v12-40", "other", "policy-v3-7")
+    data += [{"id": name, "max_model_len": None, "parent": "policy"} for name in names]
+    third = PolicyAdapter(3, 7)
+    assert http.adapters() == [third, (12, 40)]
     fake.post_answers = {f"/v1/{verb}_lora_adapter": (200, b"Success: not JSON") for verb in ("load", "unload")}
-    http.load_adapter(13, "/a/b")
-    http.unload_adapter(3)
+    http.load_adapter(PolicyAdapter(13, 41), "/a/b")
+    assert http.unload_adapter(third)
     assert fake.posts == [
-        ("/v1/load_lora_adapter", {"lora_name": "policy-v13", "lora_path": "/a/b"}),
-        ("/v1/unload_lora_adapter", {"lora_name": "policy-v3"}),
+        ("/v1/load_lora_adapter", {"lora_name": "policy-v13-41", "lora_path": "/a/b"}),
+        ("/v1/unload_lora_adapter", {"lora_name": "policy-v3-7"}),
     ]
     fake.post_answers["/v1/unload_lora_adapter"] = (404, {"error": {"message": "cannot be found"}})
-    http.unload_adapter(3)
+    assert not http.unload_adapter(third)
     for status, error in ((404, RequestRefused), (400, RequestRefused), (500, ServerFailed)):
         fake.post_answers["/v1/load_lora_adapter"] = (status, {"error": {"message": "no such path"}})
         with pytest.raises(error, match=f"answered {status}: no such path"):
-            http.load_adapter(14, "/a/c")
+            http.load_adapter(PolicyAdapter(14, 42), "/a/c")
     fake.post_answers["/v1/unload_lora_adapter"] = (400, {"error": {"message": "no name"}})
     with pytest.raises(RequestRefused, match="no name"):
-        http.unload_adapter(3)
+        http.unload_adapter(third)
 
 
 def test_whether_adapters_are_taken_is_described(fake, http):

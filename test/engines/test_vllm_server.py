@@ -266,6 +266,8 @@ def test_a_server_of_adapters_is_started_with_room_for_them(standin):
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     with pytest.raises(ValueError, match="max_loras=3 with backend='shm'"):
         standin(SAY_ALL, max_loras=3)
+    with pytest.raises(ValueError, match="on a GPU, vLLM dies"):
+        standin(SAY_ALL, backend=None, max_loras=3, device="cuda")
 
 
 def test_the_error_has_the_cause_though_it_is_far_up_in_the_log(standin, tmp_path):

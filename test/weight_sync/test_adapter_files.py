@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
+import stat
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.weight_sync import adapter_files
 from torchrl_asyncgrpo.weight_sync.adapter_files import AdapterFiles
 
@@ -22,8 +26,9 @@ def files(tmp_path):
     files.remove()
 
 
-def publish(files, version, value=None, dtype=torch.float32):
-    return files.publish(version, [("a", torch.full((3, 2), float(value or version)))], CONFIG, dtype)
+def publish(files, version, publication=None, value=None, dtype=torch.float32):
+    adapter = PolicyAdapter(version, publication or version)
+    return files.publish(adapter, [("a", torch.full((3, 2), float(value or version)))], CONFIG, dtype)
 
 
 def read(path):
@@ -35,13 +40,13 @@ def contents(files):
     return sorted(p.name for p in files.directory.iterdir() if p.is_dir() and not p.is_symlink())
 
 
-def test_each_version_has_its_own_path_dtype_and_bytes(files):
+def test_each_publication_has_its_own_path_dtype_and_bytes(files):
     first, first_bytes = publish(files, 1)
     second, second_bytes = publish(files, 2, dtype=torch.bfloat16)
     assert (read(first), read(second)) == (1.0, 2.0)
     assert (first_bytes, second_bytes) == (24, 12)
     assert load_file(second / "adapter_model.safetensors")["a"].dtype == torch.bfloat16
-    again, _ = publish(files, 2, value=7)
+    again, _ = publish(files, 2, publication=3, value=7)
     assert again != second, "a path never stands for two sets of weights in use"
     assert (read(second), read(again)) == (2.0, 7.0)
 
@@ -69,9 +74,50 @@ def test_a_path_is_there_only_when_it_is_complete(files):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space left"):
-        files.publish(1, breaks(), CONFIG, torch.float32)
+        files.publish(PolicyAdapter(1, 1), breaks(), CONFIG, torch.float32)
     assert contents(files) == []
     assert read(publish(files, 1)[0]) == 1.0
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: no space left"), OSError(28, "no space left")])
+def test_a_file_system_that_is_full_is_named_with_what_was_needed(error, files, monkeypatch):
+    def full(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_files, "save_file", full)
+        message = (
+            rf"24 bytes cannot be written to {re.escape(str(files.directory))}.*no space left.*pass directory=\.\.\."
+        )
+        with pytest.raises(OSError, match=message):
+            publish(files, 1)
+    assert contents(files) == []
+    assert read(publish(files, 1)[0]) == 1.0
+
+
+@pytest.mark.parametrize(("umask", "directories", "tensors"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600)])
+def test_in_a_directory_of_its_own_the_umask_decides_who_may_read(umask, directories, tensors, tmp_path):
+    before = os.umask(umask)
+    try:
+        files = AdapterFiles(tmp_path / "shared")
+        path, _ = publish(files, 1)
+    finally:
+        os.umask(before)
+    assert [mode(files.directory), mode(path)] == [directories, directories]
+    assert {mode(file) for file in path.iterdir()} == {tensors}
+    assert not (files.directory / "lock").exists(), "nobody looks at it here"
+    files.remove()
+
+
+def test_in_the_default_place_nobody_else_may_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter_files, "_default_parent", lambda: tmp_path)
+    files = AdapterFiles()
+    assert mode(files.directory) == 0o700
+    files.remove()
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_removed_with_all_there_was(files, tmp_path):
@@ -83,10 +129,11 @@ def test_removed_with_all_there_was(files, tmp_path):
 
 PROGRAM = """
 import os, signal, sys, torch
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.weight_sync import adapter_files
 adapter_files._default_parent = lambda: adapter_files.Path(sys.argv[1])
 files = adapter_files.AdapterFiles()
-files.publish(1, [("a", torch.ones(2))], {}, torch.float32)
+files.publish(PolicyAdapter(1, 1), [("a", torch.ones(2))], {}, torch.float32)
 if sys.argv[2] == "fork" and os.fork() == 0:
     sys.exit()
 if sys.argv[2] == "fork":

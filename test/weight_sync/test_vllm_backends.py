@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from adapted import lora
 from fakes import served_qwen3, tiny_moe, tiny_qwen3
 from push_tools import own_log_probs, perturb, sample
 from safetensors.torch import load_file
@@ -107,6 +108,32 @@ def test_a_push_pauses_sends_everything_once_names_the_version_and_resumes(backe
     assert transfer.settings["workers"] == 2
     assert {tensor.dtype for tensor in transfer.sent.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in transfer.sent  # tied to the embedding
+
+
+@pytest.mark.parametrize(
+    ("make", "serving_dtype", "packed"),
+    [
+        (served_qwen3, torch.float32, False),
+        (served_qwen3, torch.bfloat16, True),
+        (lambda: lora(served_qwen3()), torch.float32, True),
+    ],
+)
+def test_ipc_holds_no_more_than_a_buffer_of_what_is_made_for_a_push(make, serving_dtype, packed, monkeypatch):
+    """Unpacked, vLLM keeps all tensors alive until the push ends; a buffer takes the largest one in any case."""
+    from torchrl_asyncgrpo.weight_sync import vllm_transfer
+
+    opened = []
+    monkeypatch.setattr(
+        vllm_transfer.WeightTransferTrainerFactory, "trainer_init", lambda info, **_: opened.append(info)
+    )
+    sender = VLLMWeightSyncSender(make(), Server.url, backend="ipc", serving_dtype=serving_dtype)
+    sender._http = Server("ipc", str(serving_dtype).removeprefix("torch."))
+    for limit in (2**30, 100):
+        monkeypatch.setattr(vllm_transfer, "DEFAULT_PACKED_BUFFER_SIZE_BYTES", limit)
+        sender.init_weight_transfer()
+    sizes = [tensor.numel() * serving_dtype.itemsize for _, tensor in sender.named_weights()]
+    assert [info.packed for info in opened] == [packed] * 2
+    assert [info.packed_buffer_size_bytes for info in opened] == [sum(sizes), max(sizes)]
 
 
 def test_a_collective_that_hangs_is_an_error_within_the_time_out_and_the_next_push_shakes_hands_anew(pushing):

@@ -5,15 +5,15 @@ Shapes: R rank, K and M the inputs and outputs of the layer that an adapter stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from torchrl_asyncgrpo.adapters.on_demand import TensorsOnDemand
 from torchrl_asyncgrpo.adapters.quantized import has_quantized_layers
 from torchrl_asyncgrpo.adapters.tuners import (
     adapter_modules,
@@ -28,7 +28,7 @@ _PREFIX = "base_model.model."
 _MERGED = "Push base and adapter merged, with VLLMWeightSyncSender, or leave that out."
 
 
-class LoRATensors(Mapping[str, Tensor]):
+class LoRATensors(TensorsOnDemand):
     """The tensors of a model's LoRA adapter, under the names of peft's checkpoints.
 
     They are ``….lora_A.weight``, [R, K], and ``….lora_B.weight``, [M, R], of each layer. The scaling, which peft keeps
@@ -40,7 +40,8 @@ class LoRATensors(Mapping[str, Tensor]):
 
     Attributes:
         rank: highest of all layers.
-        targets: last parts of the names of the layers, sorted.
+        layers: names of the layers in the model.
+        targets: last parts of these names, sorted.
 
     Raises:
         ValueError: if vLLM cannot serve the adapter, naming what it has and what to do instead.
@@ -49,11 +50,13 @@ class LoRATensors(Mapping[str, Tensor]):
     def __init__(self, module: nn.Module) -> None:
         layers = dict(_checked_layers(module))
         self.rank = max(layer.r[adapter] for layer, adapter in layers.values())
+        self.layers = list(layers)
         self.targets = sorted({name.rpartition(".")[2] for name in layers})
-        self._read: dict[str, Callable[[], Tensor]] = {}
+        readers: dict[str, Callable[[], Tensor]] = {}
         for path, layer in layers.items():
-            self._read[f"{_PREFIX}{path}.lora_A.weight"] = partial(_matrix_a, *layer)
-            self._read[f"{_PREFIX}{path}.lora_B.weight"] = partial(_matrix_b, *layer)
+            readers[f"{_PREFIX}{path}.lora_A.weight"] = partial(_matrix_a, *layer)
+            readers[f"{_PREFIX}{path}.lora_B.weight"] = partial(_matrix_b, *layer)
+        super().__init__(readers)
 
     def config(self) -> dict[str, Any]:
         """The content of ``adapter_config.json``."""
@@ -65,19 +68,6 @@ class LoRATensors(Mapping[str, Tensor]):
             "target_modules": self.targets,
             "bias": "none",
         }
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._read
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
 
 
 def _matrix_a(layer: Any, adapter: str) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_asyncgrpo.adapters.on_demand import TensorsOnDemand
 from torchrl_asyncgrpo.adapters.quantized import (
     as_stored,
     bits_outside_parameters,
@@ -21,7 +22,7 @@ from torchrl_asyncgrpo.adapters.quantized import (
 from torchrl_asyncgrpo.adapters.tuners import has_adapters, merged, plain_layer, unwrapped
 
 
-class ServedWeights(Mapping[str, Tensor]):
+class ServedWeights(TensorsOnDemand):
     """Parameters and persistent buffers of a model without adapters and quantised layers, by their names in it.
 
     What adapters add, and what 4 or 8 bits stand for, is computed when a tensor is asked for, each time anew, so that
@@ -44,7 +45,7 @@ class ServedWeights(Mapping[str, Tensor]):
         places = list(_places(unwrapped(module), "", set()))
         plain = [parameter.dtype for _, layer, name, parameter, _ in places if not _in_few_bits(layer, name)]
         floating = [dtype for dtype in plain if dtype.is_floating_point]
-        self._read: dict[str, Callable[[], Tensor]] = {}
+        readers: dict[str, Callable[[], Tensor]] = {}
         for prefix, layer, name, parameter, adapters in places:
             if _in_few_bits(layer, name):
                 read = partial(
@@ -54,25 +55,13 @@ class ServedWeights(Mapping[str, Tensor]):
                 read = partial(_read, layer, name, adapters, parameter.dtype)
             else:
                 read = partial(_same, parameter)
-            self._read[prefix + name] = read
+            readers[prefix + name] = read
         self.dtypes = {*plain} or {torch.float32}
         self.buffers = set()
         for name, buffer in _persistent_buffers(unwrapped(module), "", set()):
-            self._read[name] = partial(_same, buffer)
+            readers[name] = partial(_same, buffer)
             self.buffers.add(name)
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        return self._read[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._read
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
+        super().__init__(readers)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -255,9 +255,7 @@ class VLLMEngine:
             try:
                 adapter = await self._watch.newest_adapter()
                 answer = await self._watch.generate(naming(body, adapter), self._request_timeout)
-                completions = read_answer(
-                    answer, n, with_mask=not params.keeps_whole_vocabulary, adapter_version=adapter
-                )
+                completions = read_answer(answer, n, with_mask=not params.keeps_whole_vocabulary, adapter=adapter)
             except OUTAGES as error:
                 failure: Exception = error
             except RequestRefused as refused:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
-from torchrl_asyncgrpo.engines.vllm_description import adapter_name
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.engines.vllm_http import ServerFailed, parse_version
 
 # What vLLM reports for a log-prob that it has not: it stands for -inf, NaN and a missing one alike
@@ -44,13 +44,13 @@ def request_body(prompt_ids: Sequence[int], params: SamplingParams, *, n: int, m
     return {"token_ids": list(prompt_ids), "sampling_params": sampling}
 
 
-def naming(body: Mapping[str, Any], adapter: int | None) -> Mapping[str, Any]:
-    """A request's body that names the adapter of a policy version; None for the model without one."""
-    return body if adapter is None else {**body, "model": adapter_name(adapter)}
+def naming(body: Mapping[str, Any], adapter: PolicyAdapter | None) -> Mapping[str, Any]:
+    """A request's body that names an adapter; None for the model without one."""
+    return body if adapter is None else {**body, "model": adapter.name}
 
 
 def read_answer(
-    answer: Mapping[str, Any], n: int, *, with_mask: bool, adapter_version: int | None = None
+    answer: Mapping[str, Any], n: int, *, with_mask: bool, adapter: PolicyAdapter | None = None
 ) -> list[Completion]:
     """The ``n`` completions of an answer, or what there is of them where it was aborted.
 
@@ -58,18 +58,22 @@ def read_answer(
         answer: the JSON object.
         n: completions asked for.
         with_mask: the distribution was truncated, so that each token needs the ids that were kept.
-        adapter_version: of the adapter that the request named: the version of all its tokens, whatever vLLM says of
-            the weights below the adapter.
+        adapter: that the request named: its version is that of all tokens, whatever vLLM says of the weights below it.
 
     Raises:
-        ServerFailed: if this is no answer to the request.
+        ServerFailed: if this is no answer to the request, or one of another model than it named.
         RuntimeError: if a token has no weight version or no sampling mask.
     """
     try:
+        if adapter is not None and answer["model"] != adapter.name:
+            raise ServerFailed(
+                f"the server answered with {answer['model']!r}, and {adapter.name!r} was asked for. Start it without "
+                "VLLM_SKIP_MODEL_NAME_VALIDATION in its environment."
+            )
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
             raise ServerFailed(f"the server answered {len(choices)} of {n} completions.")
-        return [_completion(choice, with_mask, adapter_version) for choice in choices]
+        return [_completion(choice, with_mask, adapter) for choice in choices]
     except (KeyError, TypeError, AttributeError) as error:
         raise ServerFailed(
             f"the server's answer is not what vLLM says it is: {error!r} in {str(answer)[:300]}"
@@ -88,7 +92,7 @@ def joined(start: Completion, rest: Completion) -> Completion:
     )
 
 
-def _completion(choice: Mapping[str, Any], with_mask: bool, adapter_version: int | None) -> Completion:
+def _completion(choice: Mapping[str, Any], with_mask: bool, adapter: PolicyAdapter | None) -> Completion:
     token_ids: list[int] = choice["token_ids"] or []
     reason = choice["finish_reason"]
     if reason not in _FINISH:
@@ -105,8 +109,8 @@ def _completion(choice: Mapping[str, Any], with_mask: bool, adapter_version: int
         log_probs=_log_probs(choice.get("logprobs"), token_ids),
         policy_versions=(
             _versions(choice.get("weight_versions"), len(token_ids))
-            if adapter_version is None
-            else [adapter_version] * len(token_ids)
+            if adapter is None
+            else [adapter.version] * len(token_ids)
         ),
         finish_reason=_FINISH[reason],
         sampling_mask=mask if with_mask else None,

@@ -1,13 +1,32 @@
-"""What a vLLM server says of itself, and the names under which versions of an adapter are served."""
+"""What a vLLM server says of itself, and the names under which it serves adapters of policy versions."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-_ADAPTER = re.compile(r"policy-v(0|[1-9]\d*)")
+_ADAPTER = re.compile(r"policy-v(0|[1-9]\d*)-(0|[1-9]\d*)")
+
+
+class PolicyAdapter(NamedTuple):
+    """One publication of the adapter of a policy version; the newer one is the greater.
+
+    vLLM knows an adapter by its name alone, and dies of two of one name in the requests that run.
+
+    Args:
+        version: policy version.
+        publication: when it was published, in nanoseconds since 1970, so that no other one has its name.
+    """
+
+    version: int
+    publication: int
+
+    @property
+    def name(self) -> str:
+        """Under which a server serves it."""
+        return f"policy-v{self.version}-{self.publication}"
 
 
 @dataclass(frozen=True)
@@ -99,15 +118,10 @@ def configured(config: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def adapter_name(version: int) -> str:
-    """Name under which a server serves the adapter of a policy version."""
-    return f"policy-v{version}"
-
-
-def adapter_versions(models: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Policy versions of the adapters of ours among the models that a server lists, oldest first."""
-    adapters = [_ADAPTER.fullmatch(str(model["id"])) for model in models if model.get("parent")]
-    return sorted(int(match[1]) for match in adapters if match is not None)
+def listed_adapters(models: Iterable[Mapping[str, Any]]) -> list[PolicyAdapter]:
+    """The adapters of ours among the models that a server lists, oldest first."""
+    names = [_ADAPTER.fullmatch(str(model["id"])) for model in models if model.get("parent")]
+    return sorted(PolicyAdapter(int(match[1]), int(match[2])) for match in names if match is not None)
 
 
 def _adapter_support(lora: Mapping[str, Any]) -> AdapterSupport:

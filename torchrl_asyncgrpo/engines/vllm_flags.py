@@ -9,24 +9,31 @@ import os
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def check_adapters(backend: str | None, max_loras: int | None, max_lora_rank: int) -> None:
+def check_adapters(backend: str | None, max_loras: int | None, max_lora_rank: int, *, dtype: str, on_cpu: bool) -> None:
     """Raise ``ValueError`` unless a server can be started so.
 
     Args:
         backend: how weights reach the server; None for not at all.
         max_loras: adapters that may be in use at once; None for a server without.
-        max_lora_rank: highest rank of an adapter.
+        max_lora_rank: highest rank of an adapter; of no matter without adapters.
+        dtype: precision of the served weights, as vLLM names it.
+        on_cpu: the server runs on a CPU.
     """
-    if not 1 <= max_lora_rank <= _RANKS[-1]:
-        raise ValueError(f"max_lora_rank={max_lora_rank}; it must be from 1 to {_RANKS[-1]}.")
     if max_loras is None:
         return
+    if not 1 <= max_lora_rank <= _RANKS[-1]:
+        raise ValueError(f"max_lora_rank={max_lora_rank}; it must be from 1 to {_RANKS[-1]}.")
     if max_loras < 1:
         raise ValueError(f"max_loras={max_loras}; it must be at least 1, or None for a server without adapters.")
     if backend is not None:
         raise ValueError(
             f"max_loras={max_loras} with backend={backend!r}: vLLM wraps the layers that adapters may stand on, and "
             "loads no whole weights into them. Pass backend=None, and push adapters with VLLMAdapterSyncSender."
+        )
+    if not on_cpu and dtype in ("float32", "float"):
+        raise ValueError(
+            f"max_loras={max_loras} with dtype={dtype!r}: on a GPU, vLLM dies of the first adapter in float32. Pass "
+            "dtype='bfloat16' or 'float16'."
         )
 
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import httpx
 
 from torchrl_asyncgrpo.engines.vllm_description import (
+    PolicyAdapter,
     ServerDescription,
-    adapter_name,
-    adapter_versions,
     configured,
+    listed_adapters,
 )
 
 # Of one TCP connection; a host that drops packets answers a connect with nothing at all.
@@ -184,30 +184,36 @@ class VLLMHTTP:
         answer = self._call("POST", "/weight_checker", body={"action": "checksum"}, timeout=timeout)
         return dict(answer["checksums"])
 
-    def adapters(self, *, timeout: float | None = None) -> list[int]:
-        """Policy versions whose adapters requests may name, oldest first."""
-        return adapter_versions(self._call("GET", "/v1/models", timeout=timeout)["data"])
+    def adapters(self, *, timeout: float | None = None) -> list[PolicyAdapter]:
+        """The adapters of policy versions that requests may name, oldest first."""
+        return listed_adapters(self._call("GET", "/v1/models", timeout=timeout)["data"])
 
-    def load_adapter(self, version: int, directory: str, *, timeout: float | None = None) -> None:
-        """Have every worker read the adapter of a policy version; from the answer on requests may name it.
+    def load_adapter(self, adapter: PolicyAdapter, directory: str, *, timeout: float | None = None) -> None:
+        """Have every worker read an adapter; from the answer on requests may name it.
 
         Args:
-            version: none that is loaded.
+            adapter: none that was loaded before.
             directory: of ``adapter_model.safetensors`` and ``adapter_config.json``, as the server sees it. vLLM reads
                 them again, and dies if it cannot, for a request whose adapter had to make room for another.
             timeout: seconds.
         """
-        body = {"lora_name": adapter_name(version), "lora_path": directory}
+        body = {"lora_name": adapter.name, "lora_path": directory}
         self._call("POST", "/v1/load_lora_adapter", body=body, timeout=timeout, tells_nothing=True)
 
-    def unload_adapter(self, version: int, *, timeout: float | None = None) -> None:
-        """Let no further request name an adapter; those that did keep it. No error where there is none."""
-        body = {"lora_name": adapter_name(version)}
+    def unload_adapter(self, adapter: PolicyAdapter, *, timeout: float | None = None) -> bool:
+        """Let no further request name an adapter; those that did keep it. vLLM ends a load of it first.
+
+        Returns:
+            Whether requests could name it until now.
+        """
         try:
+            body = {"lora_name": adapter.name}
             self._call("POST", "/v1/unload_lora_adapter", body=body, timeout=timeout, tells_nothing=True)
         except RequestRefused as refused:
             if refused.status != 404:
                 raise
+            return False
+        return True
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> Any:
         """Answer of a POST to any route, for vLLM's own weight-transfer client."""
@@ -238,10 +244,10 @@ class VLLMHTTP:
         await self.check_health(timeout)
         return parse_version((await self._call_async("GET", "/weight_info", timeout=timeout))["weight_version"])
 
-    async def newest_adapter(self, timeout: float) -> int | None:
-        """Newest policy version whose adapter requests may name; None without any."""
+    async def newest_adapter(self, timeout: float) -> PolicyAdapter | None:
+        """The last publication of the newest policy version that requests may name; None without any."""
         models = (await self._call_async("GET", "/v1/models", timeout=timeout))["data"]
-        return max(adapter_versions(models), default=None)
+        return max(listed_adapters(models), default=None)
 
     async def aclose(self) -> None:
         """Close the connections of the coroutines; call it in their event loop."""

@@ -53,8 +53,10 @@ class VLLMServer:
         kv_cache_gib: memory for keys and values in GiB, > 0. On a CPU only: on a GPU it is what
             ``options=["--gpu-memory-utilization", "0.5"]`` leaves.
         max_loras: adapters that may be in use at once, >= 1: ``max_staleness + 2`` for a ``VLLMAdapterSyncSender``, and
-            ``backend=None``, since vLLM takes no other weights then; None for a server without adapters.
-        max_lora_rank: highest rank of an adapter, 1 to 512; what vLLM reserves is the next of 1, 8, 16, 32, 64, ...
+            ``backend=None``, since vLLM takes no other weights then, and on a GPU no ``dtype="float32"``, of which it
+            would die; None for a server without adapters.
+        max_lora_rank: highest rank of an adapter, 1 to 512, with ``max_loras``; what vLLM reserves is the next of 1, 8,
+            16, 32, 64, ...
         max_restarts: how often the server is started again after it died, >= 0. It then serves the weights of
             ``model`` again, under the version that vLLM calls ``"default"``.
         startup_timeout: seconds within which a server that was started must answer, > 0.
@@ -97,11 +99,11 @@ class VLLMServer:
             raise ValueError(f"max_restarts={max_restarts}; it must be at least 0.")
         if not kv_cache_gib > 0 or not startup_timeout > 0:
             raise ValueError(f"kv_cache_gib={kv_cache_gib}, startup_timeout={startup_timeout}; both must be above 0.")
-        check_adapters(backend, max_loras, max_lora_rank)
         if isinstance(options, str):
             raise ValueError(f"options={options!r}; give a list, one string a word: {options.split()}.")
-        model = resolve_model(model)
         on_cpu = _resolve_device(device) == "cpu"
+        check_adapters(backend, max_loras, max_lora_rank, dtype=dtype, on_cpu=on_cpu)
+        model = resolve_model(model)
 
         flags = ["--model", model, "--served-model-name", served_model_name, "--dtype", dtype, "--host", host]
         flags += flags_for_training(backend, max_model_len, kv_cache_gib if on_cpu else None)

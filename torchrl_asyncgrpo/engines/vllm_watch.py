@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, RequestRefused, ServerFailed, ServerHung, ServerUnreachable
 
 # Seconds that a probe of a server in trouble may take; it is repeated until the server is back.
@@ -74,8 +75,8 @@ class ServerWatch:
                     self.saw(await self._version())
                     self._looked = True
 
-    async def newest_adapter(self) -> int | None:
-        """Version of the adapter that a request names, to be answered under the newest weights; None for no adapter."""
+    async def newest_adapter(self) -> PolicyAdapter | None:
+        """The adapter that a request names, to be answered under the newest weights; None for no adapter."""
         return await self._http.newest_adapter(self._hang_timeout) if self._adapters else None
 
     async def generate(self, body: Mapping[str, Any], timeout: float) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class ServerWatch:
         """Version of the newest weights of a server that is alive."""
         version = await self._http.probe(_PROBE_TIMEOUT)
         adapter = await self._http.newest_adapter(_PROBE_TIMEOUT) if self._adapters else None
-        return version if adapter is None else adapter
+        return version if adapter is None else adapter.version
 
     def _begin_recovery(self, problem: Exception | None) -> asyncio.Task[bool]:
         """The recovery under way, or one that begins: with a ``problem``, of a server that is known to be down."""

@@ -1,11 +1,11 @@
 """Versions of an adapter as files that a server reads: published whole, and taken away so that no reader misses them.
 
-Each version is published under a path of its own, a symbolic link, so that a path never stands for two sets of weights
-while they are in use::
+Each publication has a path of its own, a symbolic link, so that a path never stands for two sets of weights while they
+are in use::
 
-    directory/policy-v7-3   ->  3          version 7, the third that was published
-    directory/policy-v5-1   ->  newest     taken away: whoever still reads this path gets the newest one
-    directory/newest        ->  3
+    directory/policy-v7-1003   ->  1003       version 7, published at the time 1003
+    directory/policy-v5-1001   ->  newest     taken away: whoever still reads this path gets the newest one
+    directory/newest           ->  1003
 
 vLLM dies if it cannot read an adapter that it had to drop from its memory, and that a request of long ago still has.
 """
@@ -19,16 +19,18 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchrl_asyncgrpo.engines.vllm_description import adapter_name
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 
 _PREFIX = "torchrl_asyncgrpo-adapters-"
 _LOCK = "lock"
@@ -40,7 +42,9 @@ _YOUNG = 60.0
 class AdapterFiles:
     """Adapters in a new directory, which is there until :meth:`remove` or the end of the process.
 
-    What a process leaves that was killed is deleted by the next one that makes such a directory in the default place.
+    In the default place it is this user's alone, and what a process leaves that was killed is deleted by the next one
+    that makes such a directory there. Elsewhere the umask decides who may read it, and nobody deletes what is left:
+    a file system of several machines need not keep locks between them.
 
     Args:
         parent: where to make it; None for memory (``/dev/shm``) where there is such, else the temporary directory.
@@ -50,27 +54,32 @@ class AdapterFiles:
     """
 
     def __init__(self, parent: str | Path | None = None) -> None:
+        self._lock: FileLock | None = None
         if parent is None:
             parent = _default_parent()
-            _remove_left_behind(parent)  # not elsewhere: file systems of several machines need not lock for all of them
-        parent = Path(parent).absolute()
-        parent.mkdir(parents=True, exist_ok=True)
-        self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self._lock = FileLock(self.directory / _LOCK)
-        self._lock.acquire()
+            _remove_left_behind(parent)
+            self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            self._lock = FileLock(self.directory / _LOCK)
+            self._lock.acquire()
+        else:
+            self.directory = Path(parent).absolute() / f"{_PREFIX}{uuid.uuid4().hex}"
+            self.directory.mkdir(parents=True)
         self._owner = os.getpid()
         atexit.register(self.remove)
-        self._count = 0
         self._contents: dict[Path, Path] = {}  # of each path that was not taken away
         self._unused: list[Path] = []
 
     def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], config: Mapping[str, Any], dtype: torch.dtype
+        self,
+        adapter: PolicyAdapter,
+        tensors: Iterable[tuple[str, Tensor]],
+        config: Mapping[str, Any],
+        dtype: torch.dtype,
     ) -> tuple[Path, int]:
         """Write an adapter, complete before it has its path.
 
         Args:
-            version: policy version.
+            adapter: its version and publication; none that was published here before.
             tensors: names and tensors, as peft words them.
             config: content of ``adapter_config.json``.
             dtype: of the tensors in the file.
@@ -81,20 +90,29 @@ class AdapterFiles:
         Raises:
             OSError: if there is no room; nothing of it is left then.
         """
-        self._count += 1
-        path = self.directory / f"{adapter_name(version)}-{self._count}"
-        content = self.directory / str(self._count)
+        path = self.directory / adapter.name
+        content = self.directory / str(adapter.publication)
         content.mkdir()
         try:
             held = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
-            save_file(held, content / "adapter_model.safetensors", metadata={"format": "pt"})
-            (content / "adapter_config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+            nbytes = sum(tensor.nbytes for tensor in held.values())
+            weights, settings = content / "adapter_model.safetensors", content / "adapter_config.json"
+            try:
+                save_file(held, weights, metadata={"format": "pt"})
+                settings.write_text(json.dumps(dict(config)), encoding="utf-8")
+                shutil.copymode(settings, weights)  # safetensors leaves the umask out, and others with nothing to read
+            except (SafetensorError, OSError) as error:  # the first is of the file system, too
+                raise OSError(
+                    f"an adapter of {nbytes} bytes cannot be written to {self.directory}, where "
+                    f"{shutil.disk_usage(self.directory).free} are free: {error}. Make room there, or pass "
+                    "directory=..., a directory of a larger file system that trainer and server share."
+                ) from error
         except BaseException:
             shutil.rmtree(content, ignore_errors=True)
             raise
         self._contents[path] = content
         path.symlink_to(content.name)
-        return path, sum(tensor.nbytes for tensor in held.values())
+        return path, nbytes
 
     def keep(self, paths: Sequence[Path]) -> None:
         """Take all other versions away; their paths stand for the newest one from now on.
@@ -117,7 +135,8 @@ class AdapterFiles:
         if os.getpid() != self._owner:  # a fork of the process
             return
         atexit.unregister(self.remove)
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

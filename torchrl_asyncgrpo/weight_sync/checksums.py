@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -35,6 +35,7 @@ def compare_checksums(
     *,
     strict: bool = True,
     unchecked: Collection[str] = (),
+    verdict: str = "are not what was sent. Push again; if it persists, restart the server.",
 ) -> None:
     """Compare what a server holds with what it should hold.
 
@@ -47,6 +48,7 @@ def compare_checksums(
         dtype: that the server keeps floating point in.
         strict: raise, rather than warn, where some cannot be compared because the server renamed or quantised them.
         unchecked: names of tensors that need not be found.
+        verdict: what the message says of parameters that differ.
 
     Raises:
         ValueError: naming the first tensors that differ, or that cannot be compared.
@@ -60,8 +62,7 @@ def compare_checksums(
     missing = sorted(set(weights) - found - set(unchecked))
     if differing:
         raise ValueError(
-            f"the server's {differing[0]} and {len(differing) - 1} more of {len(checksums)} parameters are not "
-            "what was sent. Push again; if it persists, restart the server."
+            f"the server's {differing[0]} and {len(differing) - 1} more of {len(checksums)} parameters {verdict}"
         )
     if unknown or missing:
         message = (
@@ -72,6 +73,23 @@ def compare_checksums(
         if strict:
             raise ValueError(message)
         torchrl_logger.warning(message)
+
+
+def missing_layer(layers: Iterable[str], checksums: Iterable[str]) -> str | None:
+    """The first layer that a server does not have under its name, alone or fused with others; None if it has all.
+
+    Args:
+        layers: names in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
+        checksums: keys of the server's checksums.
+    """
+    served = {_parts(key)[1].replace(".base_layer.", ".").rpartition(".")[0] for key in checksums}
+    return next((layer for layer in layers if not served & {layer, *fused_names(layer)}), None)
+
+
+def fused_names(name: str) -> list[str]:
+    """Names, of layers or of their last parts, under which vLLM may have fused a layer with others."""
+    prefix, dot, last = name.rpartition(".")
+    return [f"{prefix}{dot}{fused}" for fused, parts in FUSED.items() if last in parts]
 
 
 def _check(

@@ -153,6 +153,7 @@ class VLLMWeightSyncSender(VLLMSender):
                 workers=server.world_size or 1,
                 delta=self.delta,
                 keep_unpacked=self.verify != "none",
+                sends_own=is_plain(self.module) and ServedWeights(self.module).dtypes <= {self.serving_dtype},
                 master_address=self.master_address,
                 master_port=self.master_port,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_asyncgrpo.adapters import LoRATensors, ServedWeights
+from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.engines.vllm_http import RequestRefused, ServerFailed, ServerHung, ServerUnreachable
 from torchrl_asyncgrpo.weight_sync.adapter_files import AdapterFiles
 from torchrl_asyncgrpo.weight_sync.vllm_checks import check_adapter_server, check_base
@@ -20,13 +22,14 @@ from torchrl_asyncgrpo.weight_sync.vllm_sender import PROBE_TIMEOUT, VLLMSender
 class VLLMAdapterSyncSender(VLLMSender):
     """Push a LoRA adapter into a running vLLM server, which keeps the base model that it was started with.
 
-    Each push is a new adapter, ``policy-v7`` for version 7, and pauses nothing. A ``VLLMEngine`` names the newest one
-    that the server lists in each request, and a request keeps its adapter to the end: all tokens of a completion have
-    one version. Those older than ``max_staleness`` can be named no more. The server keys its prefix cache on the
+    Each push is a new adapter, ``policy-v7-...`` for version 7, and pauses nothing. A ``VLLMEngine`` names the newest
+    one that the server lists in each request, and a request keeps its adapter to the end: all tokens of a completion
+    have one version. Those older than ``max_staleness`` can be named no more. The server keys its prefix cache on the
     adapter, so that no version reads what another one wrote.
 
-    A push that fails raises, leaves the version, and the next one starts clean. A server that was restarted is waited
-    for, and gets the newest adapter again. vLLM itself is not needed here.
+    A push that fails raises, leaves the version, and the next one starts clean. Where requests may have named what had
+    failed, the next one skips its number: a version stands for one set of weights. A server that was restarted is
+    waited for, and gets the newest adapter again. vLLM itself is not needed here.
 
     The server is started with ``--enable-lora --max-loras N --max-lora-rank R``, N at least ``max_staleness + 2``, and
     ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``: ``VLLMServer(model, backend=None, max_loras=N, max_lora_rank=R)``.
@@ -38,7 +41,8 @@ class VLLMAdapterSyncSender(VLLMSender):
         max_staleness: pushes that a rollout may be behind when it is trained, >= 0: that of the replay buffer.
         serving_dtype: dtype that the server holds the base in; None is the module's own.
         directory: where the server finds adapters, too; None for ``/dev/shm`` of this machine, or its temporary
-            directory where there is none. A server on another machine needs one on a file system that both have.
+            directory where there is none, which are this user's alone. A server on another machine, or of another user,
+            needs one on a file system that both have and may read. What a killed run leaves there stays.
         verify: ``"checksum"`` compares the server's base with the module's, as far as the server's parameters can be
             read, at the first push and the first to a restarted server; ``"none"`` does not.
         timeout: seconds that each step of a push may take.
@@ -83,8 +87,10 @@ class VLLMAdapterSyncSender(VLLMSender):
         self.directory = directory
         self.verify = verify
         self._files: AdapterFiles | None = None
-        self._served: dict[int, Path] = {}  # version to path, oldest first; requests may name these
-        self._unconfirmed: tuple[int, Path] | None = None
+        self._served: dict[PolicyAdapter, Path] = {}  # oldest first; requests may name these
+        self._unconfirmed: tuple[PolicyAdapter, Path] | None = None
+        self._confirmed: PolicyAdapter | None = None
+        self._skipped: set[int] = set()  # versions of pushes that failed when requests could name them
         self._adapter_dtype = self.serving_dtype
 
     # --- the verbs of a transfer ------------------------------------------------------------------
@@ -105,12 +111,13 @@ class VLLMAdapterSyncSender(VLLMSender):
             serving_dtype=self.serving_dtype,
             slots=self.max_staleness + 2,
             rank=self._tensors.rank,
-            targets=self._tensors.targets,
+            layers=self._tensors.layers,
             held_version=held,
         )
         if self.verify == "checksum":
             base = ServedWeights(self.module, merge=False)
-            check_base(base, self._http.checksums(timeout=self.timeout), self.serving_dtype, url=self.url)
+            checksums = self._http.checksums(timeout=self.timeout)
+            check_base(base, checksums, self.serving_dtype, layers=self._tensors.layers, url=self.url)
         self._adapter_dtype = getattr(torch, support.dtype)
         if self._files is None:
             self._files = AdapterFiles(self.directory)
@@ -135,13 +142,15 @@ class VLLMAdapterSyncSender(VLLMSender):
         assert self._files is not None
         version = self._version_to_push()
         for other in self._http.adapters(timeout=self.timeout):
-            if other not in self._served or other >= version:  # of a push that failed, of an earlier trainer or state
+            # of a push that failed, of an earlier trainer or state
+            if other not in self._served or other.version > version:
                 self._http.unload_adapter(other, timeout=self.timeout)
                 self._served.pop(other, None)
-        path, self.sent_bytes = self._files.publish(version, weights, self._tensors.config(), self._adapter_dtype)
-        self._unconfirmed = version, path
+        adapter = PolicyAdapter(version, time.time_ns())
+        path, self.sent_bytes = self._files.publish(adapter, weights, self._tensors.config(), self._adapter_dtype)
+        self._unconfirmed = adapter, path
         try:
-            self._http.load_adapter(version, str(path), timeout=self.timeout)
+            self._http.load_adapter(adapter, str(path), timeout=self.timeout)
         except RequestRefused as refused:
             if refused.status != 404:
                 raise
@@ -151,25 +160,28 @@ class VLLMAdapterSyncSender(VLLMSender):
             ) from None
 
     def resume(self, policy_version: int | None = None) -> None:
-        """After a push: take away the versions that are older than ``max_staleness``. After a failure: the new one."""
+        """After a push: take away what no request need name any more. After a failure: what was to be pushed."""
         if policy_version is None:
             self._withdraw()
             return
         assert self._files is not None
         assert self._unconfirmed is not None
-        version, path = self._unconfirmed
+        adapter, path = self._unconfirmed
         self._unconfirmed = None
-        self._served[version] = path
+        self._confirmed = adapter
         self._policy_version = policy_version
-        for old in list(self._served)[: -(self.max_staleness + 1)]:
-            self._unload(old)
-            del self._served[old]
+        older = [other for other in self._served if other.version != adapter.version]
+        kept = [*older, adapter][-(self.max_staleness + 1) :]
+        for other in set(self._served) - set(kept):
+            self._unload(other, PROBE_TIMEOUT)
+        self._served[adapter] = path
+        self._served = {other: self._served[other] for other in kept}
         self._files.keep(list(self._served.values()))
 
     def destroy(self) -> None:
         """Delete the files. The server, where it is still there, goes on with the newest adapter alone."""
-        for version in list(self._served)[:-1]:
-            self._unload(version)
+        for adapter in list(self._served)[:-1]:
+            self._unload(adapter, PROBE_TIMEOUT)
         self._served.clear()
         if self._files is not None:
             self._files.remove()
@@ -187,20 +199,37 @@ class VLLMAdapterSyncSender(VLLMSender):
         if self._policy_version == 0:
             return False
         try:
-            return self._policy_version not in self._http.adapters(timeout=PROBE_TIMEOUT)
+            return self._confirmed not in self._http.adapters(timeout=PROBE_TIMEOUT)
         except (ServerUnreachable, ServerHung, ServerFailed):
             return False
 
+    def _version_to_push(self) -> int:
+        version = super()._version_to_push()
+        while self.next_version is None and version in self._skipped:
+            version += 1
+        return version
+
     def _withdraw(self) -> None:
         """Take the adapter of a push that failed away, if it got as far as the server."""
-        if self._unconfirmed is not None:
-            version, _ = self._unconfirmed
-            self._unconfirmed = None
-            self._unload(version)
-
-    def _unload(self, version: int) -> None:
-        """Let no request name a version any more, if the server is there; the next push makes up for it if not."""
+        if self._unconfirmed is None:
+            return
+        adapter, _ = self._unconfirmed
+        self._unconfirmed = None
+        listed = True
         try:
-            self._http.unload_adapter(version, timeout=PROBE_TIMEOUT)
+            listed = self._unload(adapter, self.timeout)  # the whole of it: a load may be under way, and ends first
+        finally:
+            if listed:
+                self._skipped.add(adapter.version)
+
+    def _unload(self, adapter: PolicyAdapter, timeout: float) -> bool:
+        """Let no request name an adapter any more; the next push makes up for it where the server does not answer.
+
+        Returns:
+            Whether requests could name it, as far as is known.
+        """
+        try:
+            return self._http.unload_adapter(adapter, timeout=timeout)
         except (ServerUnreachable, ServerHung, ServerFailed) as error:
-            torchrl_logger.warning(f"the vLLM server at {self.url} may list the adapter of version {version}: {error}")
+            torchrl_logger.warning(f"the vLLM server at {self.url} may list the adapter {adapter.name}: {error}")
+            return True

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from torchrl_asyncgrpo.adapters import unwrapped
 from torchrl_asyncgrpo.engines.vllm_description import AdapterSupport, ServerDescription
-from torchrl_asyncgrpo.weight_sync.checksums import NOTHING, compare_checksums
+from torchrl_asyncgrpo.weight_sync.checksums import NOTHING, compare_checksums, fused_names, missing_layer
 
 # Fields of a configuration that decide names and shapes of the weights
 _SHAPE_FIELDS = (
@@ -65,7 +65,7 @@ def check_adapter_server(
     serving_dtype: torch.dtype,
     slots: int,
     rank: int,
-    targets: Collection[str],
+    layers: Collection[str],
     held_version: int,
 ) -> AdapterSupport:
     """Raise ``ValueError`` that names every flag without which the server cannot serve versions of an adapter.
@@ -77,7 +77,7 @@ def check_adapter_server(
         serving_dtype: of the base.
         slots: adapters that it must have room for.
         rank: of the adapter.
-        targets: last parts of the names of the layers that it is on.
+        layers: names of the layers that it is on.
         held_version: version of the whole weights that the server holds; 0 for those it was started with.
 
     Returns:
@@ -101,19 +101,29 @@ def check_adapter_server(
                 f"it has room for rank {support.max_rank} and the adapter has {rank}: start it with --max-lora-rank "
                 f"{rank}, or the next that it knows"
             )
-        if support.target_modules is not None and not set(targets) <= set(support.target_modules):
+        if ignored := _ignored(layers, support):
             problems.append(
-                f"it puts adapters on {', '.join(support.target_modules)} alone and this one is on "
-                f"{', '.join(targets)}: start it without --lora-target-modules"
+                f"it puts adapters on {', '.join(support.target_modules or ())} alone and this one is on "
+                f"{', '.join(ignored)} too: start it without --lora-target-modules"
+            )
+        if server.device == "cuda" and server.dtype == "float32":
+            problems.append(
+                "it serves float32 on a GPU, where vLLM dies of the first adapter: start it with --dtype bfloat16, and "
+                "pass serving_dtype=torch.bfloat16; or float16"
             )
     if not server.has_adapter_routes:
         problems.append(
             "its adapter routes are closed: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
         )
-    if (server.replicas or 1) > 1 or (server.api_servers or 1) > 1:
+    if (server.api_servers or 1) > 1:
         problems.append(
-            f"it has {server.replicas} data-parallel replicas and {server.api_servers} API servers, and an adapter is "
-            "loaded by the one that is asked: start it with --data-parallel-size 1 --api-server-count 1"
+            f"it has {server.api_servers} API servers, each with a list of adapters of its own, and a push reaches the "
+            "one that answers: start it with --api-server-count 1"
+        )
+    if (server.replicas or 1) > 1:
+        problems.append(
+            f"it has {server.replicas} data-parallel replicas, into which pushes of adapters are not tested: start it "
+            "with --data-parallel-size 1"
         )
     if server.quantization is not None:
         problems.append(f"it keeps the base in few bits ({server.quantization}): start it without --quantization")
@@ -132,27 +142,54 @@ def check_adapter_server(
     return support
 
 
-def check_base(weights: Mapping[str, Tensor], checksums: Mapping[str, str], dtype: torch.dtype, *, url: str) -> None:
-    """Raise ``ValueError`` if the server serves adapters on other weights than these.
+def check_base(
+    weights: Mapping[str, Tensor],
+    checksums: Mapping[str, str],
+    dtype: torch.dtype,
+    *,
+    layers: Collection[str],
+    url: str,
+) -> None:
+    """Raise ``ValueError`` if the server serves adapters on other layers or other weights than these.
 
-    On a CPU linear layers cannot be read and are left out.
+    On a CPU the weights of linear layers cannot be read and are left out.
 
     Args:
         weights: those below the adapter, by checkpoint name.
         checksums: of the server.
         dtype: that the server keeps floating point in.
+        layers: names of the layers that the adapter is on.
         url: of the server.
     """
+    if (missing := missing_layer(layers, checksums)) is not None:
+        raise ValueError(
+            f"the adapter is on {missing}, and the vLLM server at {url} has no layer of that name, so that it would "
+            "leave this part of the adapter out and not say so. Start it with --model DIRECTORY of the base, saved by "
+            "the class that is trained; or pass verify='none' if you know that vLLM finds the layer under another name."
+        )
     readable = {key.replace(".base_layer.", "."): digest for key, digest in checksums.items() if digest != NOTHING}
     if not readable:
         return
     try:
-        compare_checksums(weights, readable, dtype, strict=False, unchecked=weights)
+        differ = "are not those below the adapter."
+        compare_checksums(weights, readable, dtype, strict=False, unchecked=weights, verdict=differ)
     except ValueError as error:
         raise ValueError(
             f"the vLLM server at {url} serves another base than that of the adapter: {error} Start it with --model "
-            "DIRECTORY of the base, in the same dtype."
+            "DIRECTORY of the base, in the same dtype. Where it is, and vLLM lays its weights out anew, pass "
+            "verify='none'."
         ) from None
+
+
+def _ignored(layers: Collection[str], support: AdapterSupport) -> list[str]:
+    """Last parts of the names of layers on which the server would not put an adapter."""
+    allowed = support.target_modules
+    if allowed is None:
+        return []
+    targets = {layer: layer.rpartition(".")[2] for layer in layers}
+    return sorted(
+        {target for layer, target in targets.items() if not {layer, target, *fused_names(target)} & set(allowed)}
+    )
 
 
 def _other_dtype(server: ServerDescription, serving_dtype: torch.dtype) -> list[str]:

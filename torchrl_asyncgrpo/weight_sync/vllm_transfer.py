@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import DEFAULT_PACKED_BUFFER_SIZE_BYTES, IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLTrainerInitInfo, SparseWeightPatch
 from vllm.utils.network_utils import get_open_port
@@ -73,7 +73,12 @@ class PushSource(WeightSource):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(math.prod(meta.shape) * meta.dtype.itemsize for meta in self._metadata)
+        return sum(map(_nbytes, self._metadata))
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(map(_nbytes, self._metadata), default=0)
 
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype and shape of the tensors."""
@@ -89,6 +94,10 @@ class PushSource(WeightSource):
             yield name, materialize_full_tensor(tensor.detach()).to(meta.dtype)
 
 
+def _nbytes(meta: ParamMeta) -> int:
+    return math.prod(meta.shape) * meta.dtype.itemsize
+
+
 def open_transfer(
     client: PushClient,
     source: PushSource,
@@ -97,6 +106,7 @@ def open_transfer(
     workers: int,
     delta: bool,
     keep_unpacked: bool,
+    sends_own: bool,
     master_address: str,
     master_port: int | None,
 ) -> Any:
@@ -109,6 +119,7 @@ def open_transfer(
         workers: processes of the server that hold weights.
         delta: send changed elements only.
         keep_unpacked: see ``vllm_plugin``; ``shm``.
+        sends_own: the tensors that travel are the module's own, and not made for a push; ``ipc``.
         master_address: host of the trainer, as the server's workers reach it; NCCL.
         master_port: a free port there, None for any; NCCL.
     """
@@ -119,7 +130,9 @@ def open_transfer(
             rank=0, workers=workers, delta=delta, keep_unpacked=keep_unpacked, timeout=client.timeout
         )
     elif backend == "ipc":
-        info = IPCTrainerInitInfo(rank=0)
+        # What is made for a push goes through one buffer: unpacked, all of it would be alive until the push ends.
+        buffer = max(source.largest, min(source.nbytes, DEFAULT_PACKED_BUFFER_SIZE_BYTES))
+        info = IPCTrainerInitInfo(rank=0, packed=not sends_own, packed_buffer_size_bytes=buffer)
     else:
         kind = NCCLTrainerInitInfo if backend == "nccl" else SparseNCCLTrainerInitInfo
         port = get_open_port() if master_port is None else master_port

@@ -3,7 +3,8 @@
 SmolLM2-135M-Instruct in float32 with an adapter of rank 16 on all linear layers but the head. Ours sends the adapter
 alone; the peer is this package's push of all weights, the adapter merged on the way, through shared memory. Each has a
 server of its own, one after the other, pushes after every weight of the adapter has moved, and medians are compared.
-Then, for each: sampled log-probs against the trainer's.
+Then, for each: what it takes to sample, where vLLM computes the adapter beside each layer or finds it in the weights,
+and sampled log-probs against the trainer's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 
 import torch
 from engine import sum_prompts
-from vllm_push import log_prob_difference
+from vllm_push import log_prob_difference, sampled_rollouts
 
 from torchrl_asyncgrpo import (
     ModelConfig,
@@ -60,6 +61,14 @@ def run(model_dir: str = SMOLLM2) -> list[dict]:
             "ratio": merged["seconds"] / alone["seconds"],
             "bar": None,
         },
+        {
+            "name": f"sample {alone['tokens']} tokens under an {work}, against under weights with it merged",
+            "ours": alone["sampling"],
+            "peer": merged["sampling"],
+            "unit": "s",
+            "ratio": merged["sampling"] / alone["sampling"],
+            "bar": None,
+        },
     ]
     for name, result in ((f"{work} alone", alone), (f"{work}, merged", merged)):
         rows.append(
@@ -76,7 +85,7 @@ def run(model_dir: str = SMOLLM2) -> list[dict]:
 
 
 def pushes(policy: torch.nn.Module, sender: WeightSyncSender, model_dir: str) -> dict[str, float]:
-    """Median seconds and bytes of a push, and how far log-probs of what is sampled behind the last one are apart."""
+    """Median seconds and bytes of a push, seconds to sample behind the last one, and how far log-probs are apart."""
     seconds = []
     for turn in range(PUSHES + 2):
         move_adapter(policy, seed=turn)
@@ -84,12 +93,18 @@ def pushes(policy: torch.nn.Module, sender: WeightSyncSender, model_dir: str) ->
         sender.update_weights()
         if turn > 1:  # the first ones check the server and map memory
             seconds.append(time.perf_counter() - started)
-    difference_L = log_prob_difference(policy, sender.url, sum_prompts(model_dir))
+    prompts = sum_prompts(model_dir)
+    sampled_rollouts(sender.url, prompts)  # vLLM compiles for new shapes
+    started = time.perf_counter()
+    sampled_rollouts(sender.url, prompts)
+    sampling = time.perf_counter() - started
+    difference_L = log_prob_difference(policy, sender.url, prompts)
     sent = sender.sent_bytes
     sender.destroy()
     return {
         "seconds": statistics.median(seconds),
         "bytes": sent,
+        "sampling": sampling,
         "tokens": len(difference_L),
         "difference": float(difference_L.max()),
     }

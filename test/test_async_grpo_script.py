@@ -92,19 +92,10 @@ def test_leaves_logs_picture_answers_and_a_model(model_dir, tmp_path, overrides)
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template is not None
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("sampling.temperature=0", "training needs a temperature above 0"),
-        ("train.token_budget=0", "token_budget=0"),
-        ("sampling.max_tokens=0", "max_tokens=0; it must be at least 1"),
-        ("model.name=./nowhere", "'./nowhere' is not a directory"),
-    ],
-)
-def test_wrong_values_are_named_before_any_work(model_dir, tmp_path, override, message):
-    done = run(model_dir, tmp_path, override)
+def test_a_wrong_value_ends_the_job_with_its_message(model_dir, tmp_path):
+    done = run(model_dir, tmp_path, "model.name=./nowhere")
     assert done.returncode != 0
-    assert message in done.stderr
+    assert "'./nowhere' is not a directory" in done.stderr
 
 
 def test_by_default_the_loss_is_grpo_with_its_own_defaults(script):
@@ -185,6 +176,9 @@ def test_a_kl_coefficient_brings_a_frozen_reference(run_here, tmp_path, policy):
 @pytest.mark.parametrize(
     ("override", "error", "message"),
     [
+        ("sampling.temperature=0", ValueError, "training needs a temperature above 0"),
+        ("train.token_budget=0", ValueError, "token_budget=0"),
+        ("sampling.max_tokens=0", ValueError, "max_tokens=0; it must be at least 1"),
         ("loss.name=trpo", ValueError, "objective 'trpo' is unknown; choose one of 'grpo', 'dr_grpo'"),
         ("+loss.options.clip_epsilon=1.5", ValueError, "clip_epsilon=1.5"),
         ("+loss.options.epsilon_high=0.3", TypeError, "epsilon_high"),
@@ -193,7 +187,7 @@ def test_a_kl_coefficient_brings_a_frozen_reference(run_here, tmp_path, policy):
         ("+advantage.options.k=2", ValueError, "options ['k'] for the advantage estimator 'group'"),
     ],
 )
-def test_unknown_objectives_estimators_and_options_are_named(run_here, override, error, message):
+def test_wrong_values_and_unknown_names_and_options_are_named(run_here, override, error, message):
     with pytest.raises(error) as caught:
         run_here(override)
     assert message in str(caught.value)

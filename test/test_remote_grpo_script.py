@@ -1,10 +1,13 @@
 """The remote job end to end on a tiny model: what it leaves behind, and its errors."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
 from fakes import character_tokenizer, tiny_qwen3
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,10 +74,19 @@ def test_leaves_logs_picture_answers_and_a_trained_model(model_dir, tmp_path, ov
         ("engine.name=vllm", "engine.name=vllm with engine.url=null"),
         ("remote.contract=padded", "remote.contract=padded; choose tree or flat"),
         ("+model.options.dtype=bfloat16", "model.options.dtype=bfloat16; set model.dtype instead"),
-        ("model.name=./nowhere", "'./nowhere' is not a directory"),
     ],
 )
-def test_wrong_values_are_named_before_any_work(model_dir, tmp_path, override, message):
-    done = run(model_dir, tmp_path, override)
+def test_wrong_values_are_named_before_any_work(monkeypatch, override, message):
+    pytest.importorskip("ray", reason="Ray is not installed")
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    module = importlib.import_module("remote_grpo")
+    with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
+        cfg = hydra.compose("remote_grpo", overrides=[override])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        module.check(cfg)
+
+
+def test_a_wrong_value_ends_the_job_with_its_message(model_dir, tmp_path):
+    done = run(model_dir, tmp_path, "model.name=./nowhere")
     assert done.returncode != 0
-    assert message in done.stderr
+    assert "'./nowhere' is not a directory" in done.stderr

@@ -87,7 +87,7 @@ def _check_sequences_apart(model: PreTrainedModel) -> None:
     error_T = (together_TD - alone_TD).abs().amax(1)
     # nothing stands before the first sequence: what it differs by is rounding
     rounding, scale = float(error_T[: len(first_N)].max()), float(alone_TD.abs().max())
-    floor = min(16 * torch.finfo(model.dtype).eps, 0.05) * scale
+    floor = max(1e-3, min(16 * torch.finfo(model.dtype).eps, 0.05)) * scale
     if not float(error_T[len(first_N) :].max()) <= max(8 * rounding, floor):
         raise ValueError(
             f"{type(model).__name__} with attn_implementation={model.config._attn_implementation!r} mixes the "

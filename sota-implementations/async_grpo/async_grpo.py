@@ -16,6 +16,7 @@ from pathlib import Path
 
 import hydra
 import torch
+from from_config import make_policy, model_settings, objective_options
 from omegaconf import DictConfig
 from report import comparison_table, plot_course, recoveries_line, sampled_answers
 from sums import last_number_is_sum, make_prompts
@@ -27,7 +28,6 @@ from torchrl_asyncgrpo import (
     AsyncGRPOTrainer,
     AsyncLLMCollector,
     LocalWeightSyncSender,
-    ModelConfig,
     PolicyLoss,
     PromptSource,
     ReferenceLogProbs,
@@ -40,16 +40,14 @@ from torchrl_asyncgrpo import (
     VLLMEngine,
     VLLMWeightSyncSender,
     WeightSyncSender,
-    load_policy,
     load_tokenizer,
     make_objective,
     make_replay_buffer,
     model_kwargs,
-    peft_config,
     reference_policy,
     run_name,
 )
-from torchrl_asyncgrpo.adapters import LoRATensors, has_quantized_layers, unwrapped
+from torchrl_asyncgrpo.adapters import LoRATensors, unwrapped
 from torchrl_asyncgrpo.collectors.group import encode_prompt
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.advantages import make_estimator
@@ -57,21 +55,6 @@ from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.engines.base import Engine
 from torchrl_asyncgrpo.engines.vllm_server import VLLMServer
 from torchrl_asyncgrpo.trainers.window import Packer
-
-
-def model_settings(cfg: DictConfig, device: str) -> ModelConfig:
-    """The section ``model`` of the configuration."""
-    for option, key in (("dtype", "model.dtype"), ("attention", "model.attention"), ("device_map", "model.device")):
-        if option in cfg.model.options:
-            raise ValueError(f"model.options.{option}={cfg.model.options[option]}; set {key} instead.")
-    return ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
-
-
-def make_policy(path: str, settings: ModelConfig, device: str) -> nn.Module:
-    """The policy that is trained, on its device."""
-    policy = load_policy(path, model_kwargs(settings), peft_config=peft_config(settings), attention=None)
-    # under WORLD_SIZE > 1 there is no device map; quantised layers are where they were quantised
-    return policy if has_quantized_layers(policy) else policy.to(device)
 
 
 def make_engine(
@@ -120,9 +103,7 @@ def make_engine(
 
 def make_loss(cfg: DictConfig, policy: nn.Module, sender: WeightSyncSender) -> PolicyLoss:
     """The objective that the configuration names, over a tree actor."""
-    options = hydra.utils.instantiate(cfg.loss.options, _convert_="all")  # corrections are objects: _target_
-    if cfg.loss.name == "dr_grpo":
-        options.setdefault("constant", cfg.sampling.max_tokens)
+    options = objective_options(cfg)
     if options.get("proximal") == "interpolated":
         options["current_version"] = lambda: sender.policy_version
     actor = TreeActor(

@@ -32,7 +32,6 @@ from torchrl_asyncgrpo import (
     AsyncLLMCollector,
     FlatPacker,
     LocalWeightSyncSender,
-    ModelConfig,
     PaddingFreeActor,
     PolicyLoss,
     PromptSource,
@@ -55,8 +54,6 @@ from torchrl_asyncgrpo import (
     load_tokenizer,
     make_objective,
     make_replay_buffer,
-    model_kwargs,
-    peft_config,
     run_name,
 )
 from torchrl_asyncgrpo.adapters import has_quantized_layers, unwrapped
@@ -69,9 +66,12 @@ from torchrl_asyncgrpo.trainers.window import Packer
 
 SPINE = Path(__file__).parent.parent / "async_grpo"
 sys.path.insert(0, str(SPINE))
+import from_config  # noqa: E402
+from from_config import make_policy, model_settings, objective_options  # noqa: E402
 from report import comparison_table, plot_course  # noqa: E402
 from sums import last_number_is_sum, make_prompts  # noqa: E402
 
+ray.cloudpickle.register_pickle_by_value(from_config)  # the processes of Ray do not look for it beside this script
 ConfigStore.instance().store("async_grpo", OmegaConf.load(SPINE / "async_grpo.yaml"))
 
 
@@ -79,13 +79,9 @@ ConfigStore.instance().store("async_grpo", OmegaConf.load(SPINE / "async_grpo.ya
 def load(cfg: DictConfig, path: str, device: str | None = None) -> nn.Module:
     """The policy that the configuration describes."""
     device = device or cfg.model.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = ModelConfig(dtype=cfg.model.dtype, device_map={"": device}, **cfg.model.options)
-    kwargs = model_kwargs(settings)
-    if cfg.remote.contract == "flat" and cfg.model.attention != "auto":
-        kwargs["attn_implementation"] = cfg.model.attention
-    policy = load_policy(path, kwargs, peft_config=peft_config(settings), attention=None)
-    # under WORLD_SIZE > 1 there is no device map; quantised layers are where they were quantised
-    return policy if has_quantized_layers(policy) else policy.to(device)
+    own = cfg.remote.contract == "flat" and cfg.model.attention != "auto"
+    changes = {"attn_implementation": cfg.model.attention} if own else {}
+    return make_policy(path, model_settings(cfg, device), device, **changes)
 
 
 def make_actor(cfg: DictConfig, path: str) -> TreeActor:
@@ -100,9 +96,7 @@ def make_actor(cfg: DictConfig, path: str) -> TreeActor:
 
 def make_loss(cfg: DictConfig, actor: TreeActor, sender: WeightSyncSender | None = None) -> PolicyLoss:
     """The objective that the configuration names, in a worker or, with the sender, here."""
-    options = hydra.utils.instantiate(cfg.loss.options, _convert_="all")  # corrections are objects: _target_
-    if cfg.loss.name == "dr_grpo":
-        options.setdefault("constant", cfg.sampling.max_tokens)
+    options = objective_options(cfg)
     if options.get("proximal") == "interpolated":
         if sender is None:
             raise ValueError("loss.options.proximal=interpolated reads the policy version here; set remote.loss=here.")
@@ -178,9 +172,7 @@ def check(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, name)
         if value not in allowed:
             raise ValueError(f"{name}={value}; choose {' or '.join(allowed)}.")
-    for option, key in (("dtype", "model.dtype"), ("attention", "model.attention"), ("device_map", "model.device")):
-        if option in cfg.model.options:
-            raise ValueError(f"model.options.{option}={cfg.model.options[option]}; set {key} instead.")
+    model_settings(cfg, "cpu")
     if cfg.engine.name == "vllm" and cfg.engine.url is None:
         raise ValueError("engine.name=vllm with engine.url=null; give the URL of a vLLM server that runs.")
 
@@ -264,7 +256,8 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     table = comparison_table(examples, before, answers(engine, tokenizer, examples, sampling(seed=0)))
     (output / "answers.md").write_text(table + "\n")
     policy = load(cfg, path, device="cpu")  # weights come here once, to be saved
-    unwrapped(policy).load_state_dict(backend.save("model"), strict=False)  # without layers in 4 or 8 bits, as loaded
+    # layers in 4 or 8 bits are not in the state, and are as they were loaded
+    unwrapped(policy).load_state_dict(backend.save("model"), strict=not has_quantized_layers(policy))
     policy.save_pretrained(output / "model")
     tokenizer.save_pretrained(output / "model")
     print(f"\n{table}\n\nModel, logs, answers.md and reward.png are in {output}")

@@ -8,7 +8,8 @@ from fakes import VOCABULARY, kept_log_softmax, tiny_gpt2, tiny_moe, tiny_qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, MiniMaxConfig, XGLMConfig
 
-from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout
+from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, load_policy, make_rollout
+from torchrl_asyncgrpo.data.pretrained import SMOLLM2
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 from torchrl_asyncgrpo.packing.padding_free import from_padding_free
 
@@ -146,6 +147,18 @@ def test_models_that_mix_a_little_are_refused(config, message):
 def test_rounding_is_not_mistaken_for_mixing(dtype):
     for model in (tiny_qwen3(), tiny_moe()):
         PaddingFreeActor(model.to(dtype))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rounding_of_thirty_layers_is_not_mistaken_for_mixing(attention, threads):
+    model = load_policy(SMOLLM2, {"dtype": "float32", "attn_implementation": attention}, attention=None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        PaddingFreeActor(model)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_plain_module_is_a_type_error():

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(scope="module")
 def on_ray():
     """Ray on this machine, whose workers import the package and the stand-ins of the tests from here."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
+    import ray
+
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "test"), *filter(None, [before])])
     ray.init(

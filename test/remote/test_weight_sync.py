@@ -97,10 +97,19 @@ def test_a_failed_push_raises_leaves_the_version_and_the_next_is_clean(parts):
 
 def test_a_push_that_is_not_confirmed_is_none(parts):
     engine, backend, sender = parts
-    backend.push_weights = lambda version: Push(False, {})
+    backend.push_weights = lambda version: Push(False, 0, {})
     with pytest.raises(RuntimeError, match="HostedPolicy did not confirm the push of version 1"):
         sender.update_weights()
     assert sender.policy_version == engine.policy_version == 0
+
+
+def test_a_version_that_the_backends_sender_skipped_is_skipped_here(parts):
+    engine, backend, sender = parts
+    sender.update_weights()
+    backend.sender._version_to_push = lambda: 4
+    assert sender.update_weights() == sender.policy_version == engine.policy_version == 4
+    del backend.sender._version_to_push
+    assert sender.update_weights() == engine.policy_version == 5
 
 
 def test_what_the_backends_sender_counted_is_counted_here(parts):

@@ -251,7 +251,11 @@ def test_optimizer_of_another_backend_is_refused(run, kind):
 def test_sender_that_cannot_reach_the_model_is_refused(run, kind):
     parts = run(kind)
     actor = RemoteActor(HostedPolicy(lambda: TreeActor(tiny_qwen3()), make_sender=lambda model: parts.sender))
-    senders = [RemoteWeightSyncSender(actor), LocalWeightSyncSender(actor, parts.engine)]
+    senders = [
+        RemoteWeightSyncSender(actor),
+        LocalWeightSyncSender(actor, parts.engine),
+        LocalWeightSyncSender(tiny_qwen3(), parts.engine),
+    ]
     for sender in senders:
         with pytest.raises(ValueError, match=rf"weight_sync_sender={type(sender).__name__} cannot reach the model"):
             AsyncGRPOTrainer(

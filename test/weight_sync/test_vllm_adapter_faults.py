@@ -7,8 +7,16 @@ from adapted import lora, randomize
 from engines.fake_vllm import FakeVLLM
 from safetensors import safe_open
 
-from torchrl_asyncgrpo import SamplingParams, VLLMAdapterSyncSender, VLLMEngine
+from torchrl_asyncgrpo import (
+    RemoteActor,
+    RemoteWeightSyncSender,
+    SamplingParams,
+    TreeActor,
+    VLLMAdapterSyncSender,
+    VLLMEngine,
+)
 from torchrl_asyncgrpo.engines.vllm_http import ServerFailed
+from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 FAILS = (500, {"error": {"message": "injected"}})
@@ -119,6 +127,25 @@ def test_nor_does_one_that_was_withdrawn_after_requests_could_name_it(server, se
     server.works()
     randomize(policy, seed=1)
     assert [sender.update_weights(), sender.update_weights()] == [3, 4]
+
+
+def test_nor_does_one_of_a_policy_in_a_backend(server, policy):
+    backend = HostedPolicy(
+        lambda: TreeActor(policy),
+        make_sender=lambda _: VLLMAdapterSyncSender(
+            policy, server.url, max_staleness=1, verify="none", restart_timeout=0.1
+        ),
+    )
+    sender = RemoteWeightSyncSender(RemoteActor(backend))
+    assert sender.update_weights() == 1
+    server.post_answers = {LOAD: fails_late(server.load), UNLOAD: FAILS}
+    failing(sender)
+    assert sender.policy_version == 1
+    server.works()
+    randomize(policy, seed=1)
+    assert sender.update_weights() == sender.policy_version == backend.sender.policy_version == 3
+    assert len(server.weights_of(2)) == 1
+    backend.shutdown()
 
 
 def test_a_push_that_no_request_could_name_leaves_its_version_to_the_next(server, sender):

@@ -115,7 +115,7 @@ def leave_out_of_state(owner: nn.Module) -> None:
 def _before_8_bits(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if layer.weight.CB is not None and layer.weight.SCB is None:
         layer.weight.CB = None  # peft's DoRA made it a new parameter without its scales, which the layer has
-    if layer.bias is None:
+    if layer.bias is None or not args:
         return args
     x, *others = args
     return x.to(layer.bias.dtype), *others

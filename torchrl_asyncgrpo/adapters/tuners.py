@@ -57,8 +57,9 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train, or
-            that peft cannot put on this model. The model is then as it was.
+        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train.
+        Exception: what peft raises of a configuration that it cannot put on this model. In either case the model is
+            as it was.
     """
     peft = _import_peft("peft_config")
     if has_adapters(model):

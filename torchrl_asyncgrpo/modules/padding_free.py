@@ -85,7 +85,7 @@ def _check_sequences_apart(model: PreTrainedModel) -> None:
         together_TD = hidden_states(first_N, second_N)
         alone_TD = torch.cat([hidden_states(first_N), hidden_states(second_N)])
     error_T = (together_TD - alone_TD).abs().amax(1)
-    # nothing stands before the first sequence: what it differs by is rounding
+    # nothing stands before the first sequence: what it differs by is rounding, of products of other shapes
     rounding, scale = float(error_T[: len(first_N)].max()), float(alone_TD.abs().max())
     floor = max(1e-3, min(16 * torch.finfo(model.dtype).eps, 0.05)) * scale
     if not float(error_T[len(first_N) :].max()) <= max(8 * rounding, floor):

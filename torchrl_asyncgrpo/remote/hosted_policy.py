@@ -196,11 +196,13 @@ class HostedPolicy:
         """See :class:`RemoteBackend`."""
         if self.sender is None:
             raise ValueError("the backend was built without make_sender, and has no engine to push to.")
+        held = True
         if version is None:
-            return Push(not self.sender.lost(), self.sender.counters)
-        self.sender.next_version = version
-        self.sender.update_weights()
-        return Push(True, self.sender.counters)
+            held = not self.sender.lost()
+        else:
+            self.sender.next_version = version
+            self.sender.update_weights()
+        return Push(held, self.sender.policy_version, self.sender.counters)
 
     def shutdown(self) -> None:
         """Close the transfer to the engine."""

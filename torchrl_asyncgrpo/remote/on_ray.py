@@ -109,7 +109,7 @@ class RayBackend:
             if workers > 1:
                 self._connect(collective)
         except BaseException:
-            self.shutdown()
+            self._kill()
             raise
 
     def _connect(self, backend: str) -> None:
@@ -163,6 +163,9 @@ class RayBackend:
     def shutdown(self) -> None:
         """Close the transfer to the engine, and end the workers."""
         self._ray.wait([self.workers[0].call.remote("shutdown")], timeout=_SHUTDOWN_TIMEOUT)
+        self._kill()
+
+    def _kill(self) -> None:
         for worker in self.workers:
             self._ray.kill(worker)
 

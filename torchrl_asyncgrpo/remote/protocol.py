@@ -70,10 +70,12 @@ class Push(NamedTuple):
     Attributes:
         held: True when the engine confirmed it; where nothing was pushed, whether it still holds the last one that it
             confirmed, as far as is known.
+        version: policy version of the last one that it confirmed.
         counters: of the sender, such as ``server_recoveries``; the trainer logs them.
     """
 
     held: bool
+    version: int
     counters: Mapping[str, int]
 
 
@@ -127,6 +129,7 @@ class RemoteBackend(Protocol):
         """Push the weights to the engine.
 
         Args:
-            version: policy version of the push; None pushes nothing, and only asks.
+            version: policy version of the push, or a later one where the engine may have had that version of weights
+                whose push failed; None pushes nothing, and only asks.
         """
         ...

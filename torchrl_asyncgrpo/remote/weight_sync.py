@@ -32,7 +32,7 @@ class RemoteWeightSyncSender(WeightSyncSender):
             )
         self.engine_may_restart = self.backend.info.engine_may_restart
         self._policy_version = 0
-        self._next = 0
+        self._next = self._pushed = 0
 
     @property
     def policy_version(self) -> int:
@@ -74,7 +74,7 @@ class RemoteWeightSyncSender(WeightSyncSender):
     def resume(self, policy_version: int | None = None) -> None:
         """Take note of a push that was confirmed."""
         if policy_version is not None:
-            self._policy_version = policy_version
+            self._policy_version = self._pushed
 
     def destroy(self) -> None:
         """Nothing is held here."""
@@ -84,10 +84,11 @@ class RemoteWeightSyncSender(WeightSyncSender):
         return self._policy_version > 0 and not self._push(None)
 
     def _push(self, version: int | None) -> bool:
-        held, counters = self.backend.push_weights(version)
-        for name, count in counters.items():
+        push = self.backend.push_weights(version)
+        self._pushed = push.version
+        for name, count in push.counters.items():
             self.counters[name] = count
-        return held
+        return push.held
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Not here: the weights are in the backend.

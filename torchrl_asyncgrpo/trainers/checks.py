@@ -14,7 +14,7 @@ from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 from torchrl_asyncgrpo.packing import FlatPacker, TreePacker
-from torchrl_asyncgrpo.remote.actor import RemoteActor, StandIn
+from torchrl_asyncgrpo.remote.actor import RemoteActor
 from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
 from torchrl_asyncgrpo.remote.weight_sync import RemoteWeightSyncSender
@@ -119,15 +119,25 @@ def _check_backend(actor: Any, sender: WeightSyncSender | None, stepper: Optimiz
         raise ValueError(
             f"optimizer={type(optimizer).__name__} cannot reach the model, which is {where}; pass {right}."
         )
-    if isinstance(sender, RemoteWeightSyncSender):
-        reaches = sender.backend is backend
-    else:
-        reaches = sender is None or not any(isinstance(module, StandIn) for module in sender.module.modules())
-    if not reaches:
+    if not _reaches(sender, actor):
         right = "RemoteWeightSyncSender(actor)" if backend else "one of the model"
         raise ValueError(
             f"weight_sync_sender={type(sender).__name__} cannot reach the model, which is {where}; pass {right}."
         )
+
+
+def _reaches(sender: WeightSyncSender | None, actor: Any) -> bool:
+    """Whether a sender pushes weights of the policy that is trained."""
+    if sender is None:
+        return True
+    backend = actor.backend if isinstance(actor, RemoteActor) else None
+    if isinstance(sender, RemoteWeightSyncSender):
+        return sender.backend is backend
+    if backend is not None and not isinstance(backend, HostedPolicy):
+        return False  # its weights are in another process
+    trained = {id(parameter) for parameter in (actor if backend is None else backend.model).parameters()}
+    sent = {id(parameter) for parameter in sender.module.parameters()}
+    return not trained.isdisjoint(sent) if trained and sent else True
 
 
 def _check_slots(

@@ -95,7 +95,7 @@ class WeightSyncSender(abc.ABC):
             raise
         self.resume(version)
         self.next_version = None
-        return version
+        return self.policy_version
 
     def _version_to_push(self) -> int:
         return self.policy_version + 1 if self.next_version is None else self.next_version

@@ -18,7 +18,7 @@ from torchrl_asyncgrpo.adapters import ServedWeights, has_quantized_layers, is_p
 from torchrl_asyncgrpo.engines.vllm_http import ServerFailed, ServerHung, ServerUnreachable
 from torchrl_asyncgrpo.weight_sync.checksums import compare_checksums
 from torchrl_asyncgrpo.weight_sync.vllm_checks import check_server
-from torchrl_asyncgrpo.weight_sync.vllm_sender import POLL_INTERVAL, PROBE_TIMEOUT, VLLMSender
+from torchrl_asyncgrpo.weight_sync.vllm_sender import POLL_INTERVAL, PROBE_TIMEOUT, VLLMSender, served_dtype
 
 # Backends that can send single elements
 _WITH_DELTA = ("shm", "sparse_nccl")
@@ -99,14 +99,8 @@ class VLLMWeightSyncSender(VLLMSender):
             raise ValueError(
                 f"delta=True with backend={backend!r}, which sends whole tensors; use 'shm' or 'sparse_nccl'."
             )
-        dtypes = set(ServedWeights(module).dtypes)
-        if serving_dtype is None and len(dtypes) > 1:
-            raise ValueError(
-                f"the module has parameters of {', '.join(map(str, sorted(dtypes, key=str)))}; pass serving_dtype, the "
-                "dtype that the server was started with (--dtype)."
-            )
         self.backend = backend
-        self.serving_dtype = dtypes.pop() if serving_dtype is None else serving_dtype
+        self.serving_dtype = served_dtype(ServedWeights(module), serving_dtype)
         self.pause_mode = pause_mode
         self.clear_cache = clear_cache
         self.delta = delta

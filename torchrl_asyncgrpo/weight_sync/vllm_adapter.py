@@ -16,7 +16,7 @@ from torchrl_asyncgrpo.engines.vllm_description import PolicyAdapter
 from torchrl_asyncgrpo.engines.vllm_http import RequestRefused, ServerFailed, ServerHung, ServerUnreachable
 from torchrl_asyncgrpo.weight_sync.adapter_files import AdapterFiles
 from torchrl_asyncgrpo.weight_sync.vllm_checks import check_adapter_server, check_base
-from torchrl_asyncgrpo.weight_sync.vllm_sender import PROBE_TIMEOUT, VLLMSender
+from torchrl_asyncgrpo.weight_sync.vllm_sender import PROBE_TIMEOUT, VLLMSender, served_dtype
 
 
 class VLLMAdapterSyncSender(VLLMSender):
@@ -76,14 +76,8 @@ class VLLMAdapterSyncSender(VLLMSender):
             raise ValueError(f"max_staleness={max_staleness}; it must be at least 0.")
         if verify not in ("checksum", "none"):
             raise ValueError(f"verify={verify!r}; it is one of 'checksum', 'none'.")
-        dtypes = ServedWeights(module, merge=False).dtypes
-        if serving_dtype is None and len(dtypes) > 1:
-            raise ValueError(
-                f"the base has parameters of {', '.join(map(str, sorted(dtypes, key=str)))}; pass serving_dtype, the "
-                "dtype that the server was started with (--dtype)."
-            )
         self.max_staleness = max_staleness
-        self.serving_dtype = dtypes.pop() if serving_dtype is None else serving_dtype
+        self.serving_dtype = served_dtype(ServedWeights(module, merge=False), serving_dtype)
         self.directory = directory
         self.verify = verify
         self._files: AdapterFiles | None = None
@@ -205,7 +199,7 @@ class VLLMAdapterSyncSender(VLLMSender):
 
     def _version_to_push(self) -> int:
         version = super()._version_to_push()
-        while self.next_version is None and version in self._skipped:
+        while version in self._skipped and version != self._policy_version:  # a repeat has the weights of its version
             version += 1
         return version
 

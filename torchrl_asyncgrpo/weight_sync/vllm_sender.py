@@ -5,15 +5,33 @@ from __future__ import annotations
 import abc
 import time
 
+import torch
 from torch import nn
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_asyncgrpo.adapters import ServedWeights
 from torchrl_asyncgrpo.engines.vllm_http import VLLMHTTP, ServerFailed
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 
 # Seconds that a look at the server may take, and between two looks while it is away
 PROBE_TIMEOUT = 5.0
 POLL_INTERVAL = 0.5
+
+
+def served_dtype(weights: ServedWeights, given: torch.dtype | None) -> torch.dtype:
+    """The dtype that a server holds weights in: ``given``, or the one that all of them have.
+
+    Raises:
+        ValueError: if nothing is given and they have several.
+    """
+    if given is not None:
+        return given
+    if len(weights.dtypes) > 1:
+        raise ValueError(
+            f"the module has parameters of {', '.join(map(str, sorted(weights.dtypes, key=str)))}; pass serving_dtype, "
+            "the dtype that the server was started with (--dtype)."
+        )
+    return next(iter(weights.dtypes))
 
 
 class VLLMSender(WeightSyncSender):

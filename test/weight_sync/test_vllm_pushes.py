@@ -73,7 +73,8 @@ def test_twenty_pushes_while_requests_run(policy, sender, engine, server, http):
     assert not failures
     assert engine.counters["retries"] == 0
     for side in zip(*memory[2:], strict=True):  # the first pushes map the memory that the others use
-        assert max(side) <= 1.05 * min(side), [round(bytes_ / 1e9, 2) for bytes_ in side]
+        early, late = side[:9], side[9:]  # the least of each: running requests hold some for a moment
+        assert min(late) <= 1.05 * min(early), [round(bytes_ / 1e6) for bytes_ in side]
 
 
 STEPS = ["prepare", "pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]

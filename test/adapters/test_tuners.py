@@ -18,6 +18,7 @@ from peft import (
 )
 from peft.tuners.lora.config import KasaConfig, MontecloraConfig, VeloraConfig
 from torch import nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from torchrl_asyncgrpo.adapters import (
     ServedWeights,
@@ -100,6 +101,29 @@ def test_refused_adapter_leaves_the_model_as_it_was(model, options, message):
     assert not model.model.layers[0].self_attn.q_proj._forward_hooks
     policy = add_adapter(model, LoraConfig(target_modules=["v_proj"]))
     assert changes_its_base(policy) is None
+
+
+def vision_language(**text):
+    """A Qwen2.5-VL, whose head is its embedding where the configuration of the whole says so, not that of its text."""
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=dict(
+                vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=1, rope_scaling={"type": "mrope", "mrope_section": [2, 3, 3]}, **text,
+            ),
+            vision_config=dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32),
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [{}, {"tie_word_embeddings": False}], ids=["unsaid", "contradicted"])
+def test_head_that_is_the_embedding_is_known_by_its_weight(text):
+    model = vision_language(**text)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    with pytest.raises(ValueError, match="input embedding of Qwen2_5_VLForConditionalGeneration"):
+        add_adapter(model, LoraConfig(target_modules=["embed_tokens"]))
+    assert has_adapters(add_adapter(model, LoraConfig(target_modules=["q_proj"])))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import socket
 
 import pytest
@@ -170,8 +171,10 @@ def test_every_status_and_loss_has_its_error(fake, answer, error, reason):
     fake.script = [answer]
     with pytest.raises(error, match=f"(?s)/inference/v1/generate.*{reason}") as failure:
         generate(fake, BODY)
+    sent = pickle.loads(pickle.dumps(failure.value))  # as a backend sends it from another process
+    assert (type(sent), str(sent)) == (error, str(failure.value))
     if error is RequestRefused:
-        assert failure.value.status == answer[0]
+        assert sent.status == failure.value.status == answer[0]
 
 
 def test_no_answer_in_time_is_a_server_that_hangs(fake, http):

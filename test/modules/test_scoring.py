@@ -7,6 +7,7 @@ from tensordict import lazy_stack
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_asyncgrpo import FlatPacker, GRPOLoss, RolloutScorer, TreeActor, TreePacker, make_rollout
+from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 
 PACKERS = {"tree": TreePacker(), "split": TreePacker(token_budget=12), "flat": FlatPacker(min_micro_batches=3)}
 KEYS = ["proximal_log_prob", "ref_log_prob"]
@@ -137,6 +138,12 @@ def test_rollouts_of_one_id_are_refused():
 def test_unknown_key():
     with pytest.raises(ValueError, match="key='sample_log_prob'.*'proximal_log_prob' or 'ref_log_prob'"):
         RolloutScorer(TreeActor(tiny_qwen3()), TreePacker(), key="sample_log_prob")
+
+
+def test_packer_whose_batches_the_policy_does_not_run():
+    actor = PaddingFreeActor(tiny_qwen3())
+    with pytest.raises(ValueError, match=r"packer=TreePacker makes trees, which PaddingFreeActor .*FlatPacker\(\)"):
+        RolloutScorer(actor, TreePacker(), key="ref_log_prob")
 
 
 def test_a_policy_without_parameters_scores_too():

@@ -12,6 +12,7 @@ from torchrl_asyncgrpo import (
     GMPOLoss,
     GRPOLoss,
     GSPOLoss,
+    ReferenceLogProbs,
     RolloutScorer,
     SAPOLoss,
     TreeActor,
@@ -184,6 +185,25 @@ def test_batch_without_a_row_is_refused_by_name(packer):
     actor = RemoteActor(HostedPolicy(ACTORS["flat"]))
     with pytest.raises(ValueError, match=r"no table 'flat'.*contract is 'flat'.*FlatPacker\(padding_free=True\)"):
         actor(packer(window())[0])
+
+
+def test_packer_without_a_row_is_refused_when_the_scorer_is_built():
+    actor = RemoteActor(HostedPolicy(ACTORS["flat"]))
+    with pytest.raises(ValueError, match=r"packer=TreePacker .*contract is 'flat'.*FlatPacker\(padding_free=True\)"):
+        RolloutScorer(actor, TreePacker(), key="ref_log_prob")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [ReferenceLogProbs, lambda actor, **kw: RolloutScorer(actor, TreePacker(), key="proximal_log_prob", **kw)],
+    ids=["reference", "scorer"],
+)
+def test_autocast_that_would_not_reach_the_model_is_refused(build):
+    """The model of a backend runs elsewhere, under autocast of its own or none."""
+    actor = RemoteActor(HostedPolicy(ACTORS["tree"], autocast_dtype=torch.bfloat16))
+    build(actor)
+    with pytest.raises(ValueError, match=r"autocast_dtype=torch.bfloat16 does not reach .* backend of a RemoteActor"):
+        build(actor, autocast_dtype=torch.bfloat16)
 
 
 def test_flat_batches_run_on_tree_attention_too():

@@ -107,6 +107,22 @@ def test_gradients_are_summed_once_and_also_without_clipping():
             assert_close(mine, {name: 2 * g for name, g in own.items()})
 
 
+def test_gradients_of_the_window_after_a_skipped_one_are_summed_too():
+    """One whose gradient is not finite is clipped and then dropped, without a step of the optimizer."""
+    policies = [HostedPolicy(ACTORS["tree"]) for _ in range(2)]
+    collective = joined(*policies)
+    (batch,) = TreePacker()(window())
+    for window_is_stepped in (False, True):
+        for policy in policies:
+            grpo(RemoteActor(policy))(batch.copy())["loss_objective"].backward()
+        own = gradients(policies[0].model)
+        collective.run(*(lambda p=p: p.clip_grad_norm(None) for p in policies))
+        for policy in policies:
+            assert_close(gradients(policy.model), {name: 2 * g for name, g in own.items()})
+        options = [{}] if window_is_stepped else None
+        collective.run(*(lambda p=p, o=options: p.step(o) for p in policies))
+
+
 def test_parameter_that_no_worker_reached_keeps_no_gradient():
     policies = [HostedPolicy(lambda: TreeActor(tiny_moe())) for _ in range(2)]
     collective = joined(*policies)

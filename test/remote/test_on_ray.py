@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +42,7 @@ from torchrl_asyncgrpo import (
     TransformersEngine,
     TreeActor,
     TreePacker,
+    load_policy,
     make_replay_buffer,
 )
 from torchrl_asyncgrpo.remote import on_ray as on_ray_module
@@ -117,8 +120,8 @@ def test_micro_batches_go_round_the_workers(on_ray, trained):
 def test_failure_in_a_worker_is_raised_here_in_its_own_type(trained):
     """At once where its answer is waited for, by the step where it is not; the backend goes on."""
     backend, contract, _ = trained
-    with pytest.raises(ValueError, match="shorter|longer"):
-        backend.step([])
+    with pytest.raises(ValueError, match="without make_sender"):
+        backend.push_weights(1)
     backend.backward((0, 12345), {})
     with pytest.raises(RuntimeError, match="forward 12345 was backpropagated already"):
         backend.clip_grad_norm(None)
@@ -136,6 +139,75 @@ def test_a_backward_that_failed_is_known_before_a_step(trained):
         backend.step([{"lr": 1.0}])
     assert_close(backend.save("model"), before, 0)
     backend.step(None)
+
+
+@pytest.mark.parametrize("failing", ["step", "load"])
+def test_workers_that_a_failure_left_different_do_not_go_on(on_ray, trained, failing):
+    """A step or a load that one of them did not do; a checkpoint makes them equal again, and alone none differs."""
+    backend, contract, start = trained
+    several = len(backend.workers) > 1
+
+    def break_it(worker):
+        policy = worker.policy
+        if failing == "load":
+            policy.load = lambda *_: 1 / 0
+        else:
+            policy.optimizer.step = lambda: 1 / 0
+
+    def mend(worker):
+        vars(worker.policy).pop("load", None)
+        vars(worker.policy.optimizer).pop("step", None)
+
+    def window_of_one():
+        grpo(RemoteActor(backend))(PACKERS[contract](window())[0])["loss_objective"].backward()
+        backend.clip_grad_norm(1.0)
+
+    for part, state in start.items():
+        backend.load(part, state)
+    backend.step(None)
+    window_of_one()
+    in_worker(on_ray, backend, -1, break_it)
+    with pytest.raises(ZeroDivisionError):
+        backend.step([{"lr": 1e-2}]) if failing == "step" else backend.load("model", start["model"])
+    in_worker(on_ray, backend, -1, mend)
+    backend.step(None)
+    calls = [
+        window_of_one,
+        lambda: backend.clip_grad_norm(None),
+        lambda: backend.step([{"lr": 1e-2}]),
+        lambda: backend.save("model"),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="one of the 2 workers.*load a checkpoint") if several else nullcontext():
+            call()
+    for part, state in start.items():
+        backend.load(part, state)
+    window_of_one()
+    backend.step([{"lr": 1e-2}])
+    assert_close(in_worker(on_ray, backend, -1, lambda worker: worker.policy.save("model")), backend.save("model"), 0)
+
+
+def test_model_with_its_own_code(workers, tmp_path):
+    """Its configuration is read here, where that code was never loaded."""
+    tiny_qwen3().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+        "class Own(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    environment = {"env_vars": {"HF_MODULES_CACHE": str(tmp_path / "modules")}}
+    backend = RayBackend(
+        lambda: TreeActor(load_policy(str(tmp_path), {"trust_remote_code": True})),
+        actor_options={**NO_CPU, "runtime_env": environment},
+    )
+    assert backend.info.config.model_type == "own"
+    actor = RemoteActor(backend)
+    (batch,) = TreePacker()(window())
+    torch.testing.assert_close(actor(batch.copy())["node", "log_prob"], tree_actor()(batch)["node", "log_prob"])
+    backend.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -301,8 +301,9 @@ def _check_embeddings(model: PreTrainedModel) -> None:
             f"the adapter is on the output head of {type(model).__name__}, whose logits are formed in chunks from its "
             "plain weight; take the head out of target_modules, modules_to_save and trainable_token_indices."
         )
-    tied = model.config.get_text_config().tie_word_embeddings
-    if tied and id(model.get_input_embeddings()) in adapters:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # the weights and not the configuration, whose parts may contradict each other where a model sees images too
+    if id(embedding) in adapters and _original(embedding).weight is getattr(head, "weight", None):
         raise ValueError(
             f"the adapter is on the input embedding of {type(model).__name__}, which is its output head as well "
             "(tie_word_embeddings): the two would differ, and no engine serves that. Take the embedding out of "

@@ -50,6 +50,10 @@ class RequestRefused(ValueError):  # noqa: N818 - says what happened
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self) -> tuple[type[RequestRefused], tuple[str, int]]:
+        """As it is raised: what pickle does by itself leaves out the status."""
+        return type(self), (str(self), self.status)
+
 
 def parse_version(name: str) -> int:
     """Policy version that a server's weight version stands for: its integer, and 0 before the first push.

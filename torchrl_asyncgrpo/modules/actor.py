@@ -56,6 +56,9 @@ class TreeActor(TensorDictModuleBase):
         >>> actor(batch)["node", "log_prob"]  # [T] float32, nats
     """
 
+    # Whether the model runs in the process that calls, so that autocast around a call reaches it
+    runs_here = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -114,6 +117,13 @@ class TreeActor(TensorDictModuleBase):
             _check_routers(model)
         use_onednn(model)
         return model
+
+    def check_packer(self, packer: object) -> None:
+        """Raise ``ValueError`` if the micro-batches of ``packer`` are none that this policy runs.
+
+        Args:
+            packer: looked at where it is of this package.
+        """
 
     def install_attention(self, model: PreTrainedModel, attention: str) -> str:
         """Give the model attention over the trie; returns the backend's name."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor, evaluating
 from torchrl_asyncgrpo.modules.tree_attention.features import beyond_attention
+from torchrl_asyncgrpo.packing import TreePacker
 from torchrl_asyncgrpo.packing.padding_free import chain_starts
 
 
@@ -52,6 +53,18 @@ class PaddingFreeActor(TreeActor):
         del attention
         _check_sequences_apart(model)
         return model.config._attn_implementation
+
+    def check_packer(self, packer: object) -> None:
+        """Refuse ``TreePacker``.
+
+        Args:
+            packer: looked at where it is of this package.
+        """
+        if isinstance(packer, TreePacker):
+            raise ValueError(
+                f"packer={type(packer).__name__} makes trees, which {type(self).__name__} has no attention for; pass "
+                "packer=FlatPacker()."
+            )
 
     def model_inputs(self, tensordict: TensorDictBase) -> dict[str, Any]:
         """Position ids of the row.

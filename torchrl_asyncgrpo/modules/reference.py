@@ -23,7 +23,7 @@ from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
 from torchrl_asyncgrpo.modules.checkpoint import load_model
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
-from torchrl_asyncgrpo.modules.scoring import entry_log_prob
+from torchrl_asyncgrpo.modules.scoring import check_autocast, entry_log_prob
 
 
 def reference_policy(
@@ -147,9 +147,13 @@ class ReferenceLogProbs:
     Args:
         actor: of the reference.
         autocast_dtype: run the forward under autocast, as the trainer with ``mixed_precision``; None for not.
+
+    Raises:
+        ValueError: if ``autocast_dtype`` is given for a model of another process.
     """
 
     def __init__(self, actor: TensorDictModuleBase, *, autocast_dtype: torch.dtype | None = None) -> None:
+        check_autocast(actor, autocast_dtype)
         self.actor = actor
         self.autocast_dtype = autocast_dtype
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.schema import TreeBatch
+from torchrl_asyncgrpo.modules.actor import TreeActor
 
 
 @torch.no_grad()
@@ -42,6 +43,15 @@ def entry_log_prob(
     return (log_prob_L if log_kept_L is None else log_prob_L - log_kept_L).float()
 
 
+def check_autocast(actor: TensorDictModuleBase, autocast_dtype: torch.dtype | None) -> None:
+    """Raise ``ValueError`` for autocast that would not reach the model of an actor."""
+    if autocast_dtype is not None and isinstance(actor, TreeActor) and not actor.runs_here:
+        raise ValueError(
+            f"autocast_dtype={autocast_dtype} does not reach the model, which is in the backend of a "
+            f"{type(actor).__name__}; leave it out, and build the backend with autocast_dtype."
+        )
+
+
 class RolloutScorer:
     """Score the trained tokens of a window under a policy, in one forward without gradient per micro-batch.
 
@@ -62,7 +72,8 @@ class RolloutScorer:
         autocast_dtype: run the forward under autocast, as the trainer with ``mixed_precision``; None for not.
 
     Raises:
-        ValueError: if the key is unknown.
+        ValueError: if the key is unknown, the actor cannot run what the packer makes, or ``autocast_dtype`` is given
+            for a model of another process.
     """
 
     def __init__(
@@ -75,6 +86,9 @@ class RolloutScorer:
     ) -> None:
         if key not in (schema.PROXIMAL_LOG_PROB, schema.REF_LOG_PROB):
             raise ValueError(f"key={key!r}; choose 'proximal_log_prob' or 'ref_log_prob'.")
+        check_autocast(actor, autocast_dtype)
+        if isinstance(actor, TreeActor):
+            actor.check_packer(packer)
         self.actor = actor
         self.packer = packer
         self.key = key

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.packing import FlatPacker, TreePacker
 from torchrl_asyncgrpo.packing.padding_free import to_padding_free
 from torchrl_asyncgrpo.remote.protocol import RemoteBackend
 
@@ -66,6 +67,8 @@ class RemoteActor(TreeActor):
         >>> optimizer = RemoteOptimizer(actor.backend, lr=1e-5)
     """
 
+    runs_here = False
+
     def __init__(self, backend: RemoteBackend) -> None:
         if not isinstance(backend, RemoteBackend):
             raise TypeError(
@@ -75,6 +78,20 @@ class RemoteActor(TreeActor):
         info = backend.info
         super().__init__(StandIn(backend), temperature=info.temperature, router_logits=info.router_logits)
         self.backend = backend
+
+    def check_packer(self, packer: object) -> None:
+        """Refuse packers whose batches the backend's contract has no place for.
+
+        Args:
+            packer: looked at where it is of this package.
+        """
+        if self.backend.info.contract == "tree":
+            return
+        if isinstance(packer, TreePacker) or (isinstance(packer, FlatPacker) and not packer.padding_free):
+            raise ValueError(
+                f"packer={type(packer).__name__} makes batches that the backend cannot run: its contract is 'flat'. "
+                "Pass packer=FlatPacker(padding_free=True), or build the backend with a TreeActor."
+            )
 
     def prepare(self, model: nn.Module, attention: str) -> nn.Module:
         """Leave the stand-in as it is: attention, head and checks are the backend's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 # Seconds
 _HINT_AFTER = 10.0
 _SHUTDOWN_TIMEOUT = 10.0
+# Where transformers puts what it loads with trust_remote_code
+_OWN_CODE = "transformers_modules"
 
 
 def _ray() -> Any:
@@ -45,7 +48,8 @@ class RayBackend:
     ``min_micro_batches`` of at least as many. All workers start from the first one's weights.
 
     What is raised in a worker is raised here, in the same type; ``ray.exceptions.RayActorError`` where one died. A
-    backend of which a worker died is of no further use: build a new one and load a checkpoint.
+    backend of which a worker died is of no further use: build a new one and load a checkpoint. After a step or a load
+    that failed in one of several workers they may differ: the backend refuses to go on until a checkpoint is loaded.
 
     Args:
         make_actor: builds the policy in the worker: a ``TreeActor``, which runs the batches of ``TreePacker``, or a
@@ -91,6 +95,7 @@ class RayBackend:
         self._ray = _ray()
         self._next = 0
         self._running: list[Any] = []
+        self._differ: set[Part] = set()  # what a failure may have left different in the workers
         options = dict(actor_options or {})
         self.workers = _start_workers(workers, options)
         try:
@@ -125,8 +130,25 @@ class RayBackend:
     def _all(self, call: str, *arguments: Any) -> list[Any]:
         return self._get([worker.call.remote(call, *arguments) for worker in self.workers])
 
+    def _write(self, parts: set[Part], call: str, *arguments: Any) -> None:
+        """Change parts in all workers. What fails in one of several may have been done in the others."""
+        try:
+            self._all(call, *arguments)
+        except Exception:
+            if len(self.workers) > 1:
+                self._differ |= parts
+            raise
+
+    def _check_alike(self) -> None:
+        if self._differ:
+            raise RuntimeError(
+                f"a step or load failed in one of the {len(self.workers)} workers, and their "
+                f"{' and '.join(sorted(self._differ))} may differ since; load a checkpoint, or build a new backend."
+            )
+
     def forward(self, batch: TensorDictBase, *, loss: bool = False, grad: bool = True) -> Forward:
         """Run one micro-batch in the next worker; see :class:`RemoteBackend`."""
+        self._check_alike()
         index = self._next
         self._next = (index + 1) % len(self.workers)
         values, ticket = self._ray.get(self.workers[index].call.remote("forward", batch, loss=loss, grad=grad))
@@ -139,25 +161,32 @@ class RayBackend:
 
     def clip_grad_norm(self, max_norm: float | None) -> float:
         """Sum the gradients over the workers and clip them; see :class:`RemoteBackend`."""
+        self._check_alike()
         return self._all("clip_grad_norm", max_norm)[0]
 
     def step(self, options: Sequence[Mapping[str, Any]] | None) -> None:
         """Step in every worker; see :class:`RemoteBackend`."""
         self._next = 0
-        if options is not None:
-            self._get([])  # a backward that failed is to be known before anything is stepped
-        self._all("step", options)
+        if options is None:
+            self._all("step", None)
+            return
+        self._check_alike()
+        self._get([])  # a backward that failed is to be known before anything is stepped
+        self._write({"model", "optimizer"}, "step", options)
 
     def save(self, part: Part) -> dict[str, Any]:
         """State of the first worker; see :class:`RemoteBackend`."""
+        self._check_alike()
         return self._get([self.workers[0].call.remote("save", part)])[0]
 
     def load(self, part: Part, state: Mapping[str, Any]) -> None:
         """Restore every worker; see :class:`RemoteBackend`."""
-        self._all("load", part, self._ray.put(dict(state)))
+        self._write({part}, "load", part, self._ray.put(dict(state)))
+        self._differ.discard(part)
 
     def push_weights(self, version: int | None) -> Push:
         """Push from the first worker; see :class:`RemoteBackend`."""
+        self._check_alike()
         return self._get([self.workers[0].call.remote("push_weights", version)])[0]
 
     def shutdown(self) -> None:
@@ -175,10 +204,18 @@ class _Worker:
 
     def build(self, make_actor: Callable[[], TreeActor], **parts: Any) -> BackendInfo:
         self.policy = HostedPolicy(make_actor, **parts)
+        _send_own_code_by_value()
         return self.policy.info
 
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self.policy, name)(*arguments, **options)
+
+
+def _send_own_code_by_value() -> None:
+    """Let the configuration of a model with its own code be read where that code was not loaded."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == _OWN_CODE:
+            _ray().cloudpickle.register_pickle_by_value(module)
 
 
 def _start_workers(count: int, options: dict[str, Any]) -> list[Any]:
@@ -196,7 +233,7 @@ def _await_room(actors: Sequence[Any], what: str, options: Mapping[str, Any], ti
     need = f"{what} with actor_options={dict(options)}"
     has, free = ray.cluster_resources(), ray.available_resources()
     room = ", ".join(f"{free.get(name, 0):g} of {has.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-    remedy = "Ask for less, or add machines to the cluster"
+    remedy = "Where that is too little, ask for less, or add machines to the cluster"
     torchrl_logger.warning(f"{need}: Ray has not started them yet. It has {room} free. {remedy}.")
     _, waiting = ray.wait(ready, num_returns=len(ready), timeout=max(0.0, timeout - _HINT_AFTER))
     if waiting:

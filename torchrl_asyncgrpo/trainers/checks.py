@@ -12,8 +12,6 @@ from torchrl.trainers import OptimizationStepper
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
 from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.modules.actor import TreeActor
-from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
-from torchrl_asyncgrpo.packing import FlatPacker, TreePacker
 from torchrl_asyncgrpo.remote.actor import RemoteActor
 from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
@@ -77,7 +75,8 @@ def check_parts(
             "same object of make_replay_buffer to both."
         )
     actor = getattr(loss_module, "actor_network", None)
-    _check_packer(packer, actor)
+    if isinstance(actor, TreeActor):
+        actor.check_packer(packer)
     _check_backend(actor, sender, stepper)
     if not isinstance(collector, AsyncLLMCollector):
         return
@@ -88,21 +87,6 @@ def check_parts(
         raise ValueError(
             f"rollouts are sampled at temperature {sampled_at} and trained at {actor.temperature}, so that no ratio "
             "would be right; give TreeActor and SamplingParams one temperature."
-        )
-
-
-def _check_packer(packer: Packer | None, actor: Any) -> None:
-    name = type(packer).__name__
-    if isinstance(packer, TreePacker) and isinstance(actor, PaddingFreeActor):
-        raise ValueError(
-            f"packer={name} makes trees, which {type(actor).__name__} has no attention for; pass packer=FlatPacker()."
-        )
-    if not isinstance(actor, RemoteActor) or actor.backend.info.contract == "tree":
-        return
-    if isinstance(packer, TreePacker) or (isinstance(packer, FlatPacker) and not packer.padding_free):
-        raise ValueError(
-            f"packer={name} makes batches that the backend cannot run: its contract is 'flat'. Pass "
-            "packer=FlatPacker(padding_free=True), or build the backend with a TreeActor."
         )
 
 

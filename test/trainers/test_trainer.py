@@ -490,6 +490,50 @@ def test_failed_push_ends_training_and_leaves_the_version(run):
     assert parts.engine.policy_version == 2
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_training_goes_on_after_a_push_that_broke_off(run, sync):
+    """The engine holds a part of the new weights then, and samples nothing until it has all."""
+    parts = run(total_frames=30, sync=sync)
+    send, calls = parts.sender.send_weights, []
+
+    def breaks(weights):
+        calls.append(1)
+        if len(calls) == 3:
+            parts.engine.load_weights([next(iter(weights))])
+            raise ConnectionError("transfer broke off")
+        send(weights)
+
+    parts.sender.send_weights = breaks
+    with pytest.raises(ConnectionError):
+        parts.trainer.train()
+    parts.trainer.train()
+    straight = run(total_frames=30, sync=sync)
+    straight.trainer.train()
+    assert (parts.trainer.collected_frames, parts.trainer.optimizer_steps(), parts.engine.policy_version) == (30, 5, 6)
+    assert same(parts.weights(), straight.weights())
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("stage", ["packer", "process_optim_batch"])
+def test_stop_iteration_of_a_packer_or_hook_is_a_failure_not_an_end(run, stage, sync):
+    calls = []
+
+    def broken(value):
+        calls.append(1)
+        if len(calls) == 2:
+            raise StopIteration("mine")
+        return TreePacker()(value) if stage == "packer" else value
+
+    parts = run(total_frames=18, sync=sync, **({"packer": broken} if stage == "packer" else {}))
+    if stage != "packer":
+        parts.trainer.register_op(stage, broken)
+    with pytest.raises(StopIteration, match="mine"):
+        parts.trainer.train()
+    parts.trainer.train()
+    assert parts.trainer.collected_frames == 18
+    assert parts.buffer.dropped == {}
+
+
 def checkpointed(parts, path, kind):
     if kind == "legacy":
         parts.trainer.save_trainer_file = path
@@ -545,6 +589,32 @@ def test_checkpoint_in_the_middle_of_a_window_is_allowed_and_exact(run, sync, tm
     second.trainer.train()
     assert same(straight.weights(), second.weights())
     assert second.buffer.dropped == {}
+
+
+@pytest.mark.parametrize("stage", ["pre_steps_log", "pre_optim_steps", "pre_epoch"])
+@pytest.mark.filterwarnings("ignore:The (default|legacy):")
+def test_item_that_was_collected_and_not_drawn_is_trained_before_another_is_collected(run, stage, tmp_path):
+    """Saved there, or failed there and started again: course and versions are those of a straight run."""
+    path, calls = tmp_path / "checkpoint", []
+    straight = run(total_frames=24, sync=True)
+    straight.trainer.train()
+    first, second = checkpointed(run(total_frames=24, sync=True), path, "legacy"), run(total_frames=24, sync=True)
+
+    def fails(*batch):
+        calls.append(1)
+        if len(calls) == 2:
+            first.trainer.save_trainer(force_save=True)
+            raise OSError("disk full")
+        return batch[0] if batch else None
+
+    first.trainer.register_op(stage, fails)
+    with pytest.raises(OSError, match="disk full"):
+        first.trainer.train()
+    second.trainer.load_from_file(path)
+    for parts in (first, second):
+        parts.trainer.train()
+        assert same(parts.weights(), straight.weights())
+        assert parts.engine.policy_version == straight.engine.policy_version == 5
 
 
 @pytest.mark.parametrize(("sync", "steps_per_item"), [(True, None), (False, 2)])
@@ -790,6 +860,30 @@ def test_takes_every_argument_of_torchrl_s_grpo_trainer_with_its_default():
     ours = inspect.signature(AsyncGRPOTrainer.__init__).parameters
     assert {name: p.default for name, p in theirs.items()} == {name: ours[name].default for name in theirs}
     assert set(ours) - set(theirs) == {"packer", "lr_scheduler"}
+
+
+EPOCHS = dict(num_epochs=2, optim_steps_per_batch=2, groups=2, max_gate=100, total_frames=24)
+
+
+@pytest.mark.parametrize("options", [dict(max_staleness=0), dict(max_staleness=1, gradient_accumulation_steps=2)])
+def test_epochs_over_windows_that_hold_more_slots_than_there_are_are_refused(run, options):
+    with pytest.raises(ValueError, match=r"optim_steps_per_batch=2 windows of \d groups.*set groups_per_step=[48]"):
+        run(**EPOCHS, **options)
+
+
+def test_epochs_over_windows_that_hold_all_slots_run(run):
+    parts = run(**EPOCHS, max_staleness=1)
+    parts.trainer.train()
+    assert (parts.trainer.collected_frames, parts.trainer.optimizer_steps()) == (24, 8)
+
+
+def test_optimizer_of_another_model_is_refused(run):
+    parts = run()
+    with pytest.raises(ValueError, match=r"optimizer=SGD has none of the parameters.*model.parameters\(\)"):
+        AsyncGRPOTrainer(
+            collector=parts.collector, loss_module=parts.loss, replay_buffer=parts.buffer, total_frames=6,
+            optimizer=torch.optim.SGD(tiny_qwen3().parameters(), lr=1.0),
+        )  # fmt: skip
 
 
 def test_two_temperatures_are_refused(run):

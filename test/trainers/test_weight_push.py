@@ -54,6 +54,29 @@ def test_failed_push_is_due_again():
     assert sender.policy_version == 2
 
 
+def test_push_that_failed_comes_before_training_goes_on():
+    """Or the rollouts of the next step would wait for an engine that waits for whole weights."""
+    sender, taken, push = make()
+    push.start()
+    taken[0], sender.fail = 1, True
+    with pytest.raises(ConnectionError):
+        push()
+    sender.fail = False
+    push.start(under_way=True)
+    assert sender.policy_version == 1
+    push.start()
+    push.start()
+    assert sender.policy_version == 2
+
+
+def test_version_that_was_loaded_is_saved_again_before_anything_is_pushed():
+    sender, _, push = make()
+    push.load_state_dict({"policy_version": 4})
+    assert push.state_dict() == {"policy_version": 4}
+    push.start()
+    assert sender.policy_version == 4
+
+
 @pytest.mark.parametrize(("steps_after_push", "version"), [(0, 5), (1, 6)])
 def test_resume_gives_weights_the_version_they_had_or_would_have_had(steps_after_push, version):
     sender, taken, push = make(frequency=3, steps=9)

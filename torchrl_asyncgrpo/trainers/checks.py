@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.trainers import OptimizationStepper
@@ -49,6 +50,7 @@ def check_parts(
     loss_module: Any,
     sender: WeightSyncSender | None,
     groups: int | None,
+    windows_held: int,
     pushes_per_window: float,
     async_collection: bool,
     packer: Packer | None = None,
@@ -62,6 +64,8 @@ def check_parts(
         loss_module: of the run; its ``actor_network`` is looked at where it is a ``TreeActor``.
         sender: of the run, or None.
         groups: groups of a window; None where there is no buffer to say it.
+        windows_held: windows whose slots are held at once: with several epochs all of an item, which are drawn in the
+            first and freed in the last.
         pushes_per_window: weight pushes while one window is trained; below 1 where a push comes every few windows.
         async_collection: whether the collector runs beside the trainer.
         packer, stepper: of the run; looked at where they are of this package.
@@ -81,7 +85,7 @@ def check_parts(
     if not isinstance(collector, AsyncLLMCollector):
         return
     if async_collection and groups is not None:
-        _check_slots(collector, replay_buffer, sender, groups, pushes_per_window)
+        _check_slots(collector, replay_buffer, sender, groups, windows_held, pushes_per_window)
     sampled_at = collector.sampling_params.temperature
     if isinstance(actor, TreeActor) and actor.temperature != sampled_at:
         raise ValueError(
@@ -103,11 +107,23 @@ def _check_backend(actor: Any, sender: WeightSyncSender | None, stepper: Optimiz
         raise ValueError(
             f"optimizer={type(optimizer).__name__} cannot reach the model, which is {where}; pass {right}."
         )
+    if backend is None and optimizer is not None and not _steps(optimizer, actor):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} has none of the parameters of the loss's policy, which it would "
+            "never change; build it over model.parameters() of the model that the policy runs."
+        )
     if not _reaches(sender, actor):
         right = "RemoteWeightSyncSender(actor)" if backend else "one of the model"
         raise ValueError(
             f"weight_sync_sender={type(sender).__name__} cannot reach the model, which is {where}; pass {right}."
         )
+
+
+def _steps(optimizer: torch.optim.Optimizer, actor: torch.nn.Module) -> bool:
+    """Whether an optimizer changes the policy that is trained."""
+    trained = {id(parameter) for parameter in actor.parameters()}
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return not trained.isdisjoint(stepped) if trained else True
 
 
 def _reaches(sender: WeightSyncSender | None, actor: Any) -> bool:
@@ -129,6 +145,7 @@ def _check_slots(
     replay_buffer: ReplayBuffer | None,
     sender: WeightSyncSender | None,
     groups: int,
+    windows_held: int,
     pushes_per_window: float,
 ) -> None:
     limit = (collector.max_staleness + 1) * collector.groups_per_step
@@ -136,6 +153,13 @@ def _check_slots(
         raise ValueError(
             f"a window takes {groups} groups, but the collector holds at most {limit} = (max_staleness + 1) · "
             f"groups_per_step, so that no window would ever be full; set groups_per_step={groups}."
+        )
+    if windows_held * groups > limit:
+        raise ValueError(
+            f"optim_steps_per_batch={windows_held} windows of {groups} groups are drawn before the second epoch begins "
+            f"and the last one frees them, but the collector holds at most {limit} = (max_staleness + 1) · "
+            f"groups_per_step, so that the run would wait for ever; set groups_per_step={windows_held * groups}, or "
+            "optim_steps_per_batch=1."
         )
     gate = replay_buffer.max_staleness if isinstance(replay_buffer, GroupReplayBuffer) else None
     staleness = math.ceil((limit / groups - 1) * pushes_per_window)

@@ -45,7 +45,7 @@ from torchrl_asyncgrpo.trainers.logger_group import LoggerGroup
 from torchrl_asyncgrpo.trainers.step_log import StepLog, bar_text, mean_of_steps
 from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
 from torchrl_asyncgrpo.trainers.weight_push import WeightPush
-from torchrl_asyncgrpo.trainers.window import Packer, WindowReader
+from torchrl_asyncgrpo.trainers.window import NoWindow, Packer, WindowReader
 from torchrl_asyncgrpo.weight_sync.base import WeightSyncSender
 
 
@@ -188,13 +188,15 @@ class AsyncGRPOTrainer(Trainer):
             auto_log_optim_steps=auto_log_optim_steps,
         )
         self.weight_sync_sender = weight_sync_sender
-        groups = self._window_groups(batch_size, gradient_accumulation_steps)
+        groups = batch_size or (replay_buffer.batch_size if replay_buffer is not None else None)
+        groups = None if groups is None else groups * gradient_accumulation_steps
         check_parts(
             collector=collector,
             replay_buffer=replay_buffer,
             loss_module=loss_module,
             sender=weight_sync_sender,
             groups=groups,
+            windows_held=1 if num_epochs == 1 else optim_steps_per_batch or 1,
             pushes_per_window=num_epochs / weight_update_frequency,
             async_collection=async_collection,
             packer=packer or TreePacker(),
@@ -225,10 +227,6 @@ class AsyncGRPOTrainer(Trainer):
             self.weight_push.register(self)
             self.reader.waiting = self.weight_push.watching
         self._statistics: dict[int, dict[str, float]] = {}
-
-    def _window_groups(self, batch_size: int | None, accumulation: int) -> int | None:
-        groups = batch_size or (self.replay_buffer.batch_size if self.replay_buffer is not None else None)
-        return groups * accumulation if groups is not None else None
 
     # --- stages -----------------------------------------------------------------------------------
     def register_op(self, dest: str, op: Callable[..., Any], **kwargs: Any) -> None:
@@ -278,7 +276,7 @@ class AsyncGRPOTrainer(Trainer):
         with self.step_log.progress():
             try:
                 if self.weight_push is not None:
-                    self.weight_push.start()
+                    self.weight_push.start(under_way=self.reader.interrupted and not self.async_collection)
                 self._setup_hook()
                 for batch in self._batches():
                     self._train_on(batch)
@@ -351,7 +349,7 @@ class AsyncGRPOTrainer(Trainer):
         reader, stepper, steps = self.reader, self.optimization_stepper, self.optimizer_steps()
         try:
             micro_batches = self._process_optim_batch_hook(batch)
-        except StopIteration:
+        except NoWindow:
             return None
         if reader.position not in self._statistics:
             self._statistics[reader.position] = self.step_log.window(reader.window, micro_batches)

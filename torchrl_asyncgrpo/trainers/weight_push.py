@@ -46,10 +46,16 @@ class WeightPush(TrainerHookBase):
         self.after = after
         self._pushed_at: int | None = None
 
-    def start(self) -> None:
-        """Push once before the first request of this process, or of a resumed run."""
+    def start(self, *, under_way: bool = False) -> None:
+        """Push before the first request of this process or of a resumed run, and what an interrupted run did not.
+
+        Args:
+            under_way: whether the steps between two pushes are not all taken, so that the next push is still to come.
+        """
         if self._pushed_at is None:
             self._push()
+        elif not under_way:
+            self()
 
     def __call__(self) -> None:
         """Push if ``frequency`` optimizer steps were taken since the last push."""
@@ -99,6 +105,8 @@ class WeightPush(TrainerHookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """Policy version that the weights of this moment have, or will have when they are pushed."""
+        if self.sender.next_version is not None:  # of a checkpoint that was loaded and not pushed yet
+            return {"policy_version": self.sender.next_version}
         ahead = self._pushed_at is None or self.steps_taken() > self._pushed_at
         return {"policy_version": self.sender.policy_version + int(ahead)}
 

@@ -18,6 +18,10 @@ from torchrl_asyncgrpo.trainers.phases import PhaseTimer
 Packer = Callable[[Sequence[TensorDictBase]], list]
 
 
+class NoWindow(StopIteration):
+    """The epoch has no further window. A type of its own: a packer's or a hook's ``StopIteration`` is a failure."""
+
+
 class WindowReader(TrainerHookBase):
     """Draw the window of the next optimizer step and fold it into micro-batches.
 
@@ -60,11 +64,12 @@ class WindowReader(TrainerHookBase):
         self.epoch = 0
         self.position = 0
         self._windows: list[list[TensorDictBase]] = []
+        self._begun = False
 
     @property
     def interrupted(self) -> bool:
-        """True while the windows of an item wait that was begun and not ended."""
-        return bool(self._windows)
+        """True while an item, in the buffer or drawn from it, was begun and not ended."""
+        return self._begun or bool(self._windows)
 
     @property
     def window(self) -> list[TensorDictBase]:
@@ -78,7 +83,7 @@ class WindowReader(TrainerHookBase):
 
     def end_item(self) -> None:
         """Forget the windows of the item: all its epochs are over."""
-        self.epoch, self.position, self._windows = 0, 0, []
+        self.epoch, self.position, self._windows, self._begun = 0, 0, [], False
 
     def draw(self, batch: TensorDictBase | None) -> TensorDictBase:
         """Return the rollouts of the next window.
@@ -87,11 +92,11 @@ class WindowReader(TrainerHookBase):
             batch: the collected batch; the window itself where there is no replay buffer.
 
         Raises:
-            StopIteration: if the epoch has no further window.
+            NoWindow: if the epoch has no further window.
         """
         if self.position == len(self._windows):
             if self.epoch > 0:
-                raise StopIteration
+                raise NoWindow
             self._windows.append(self._draw_new(batch))
         return lazy_stack(self.window)
 
@@ -99,12 +104,12 @@ class WindowReader(TrainerHookBase):
         buffer = self.replay_buffer
         if buffer is None:
             if batch is None or self._windows:
-                raise StopIteration
+                raise NoWindow
             return list(batch.unbind(0))
         if not self.blocking:
             consumed = not isinstance(buffer, GroupReplayBuffer) and bool(self._windows)
             if consumed or not buffer.can_sample(self.groups):
-                raise StopIteration
+                raise NoWindow
         try:
             with self.phase("wait"), self.waiting():
                 if isinstance(buffer, GroupReplayBuffer):
@@ -113,9 +118,9 @@ class WindowReader(TrainerHookBase):
                     rollouts = buffer.sample(self.groups)
             # of copies, so that what a step before packing writes onto them does not come back with another draw
             return [rollout.copy() for rollout in rollouts.unbind(0)]
-        except StopIteration:
+        except StopIteration as end:
             self.exhausted = True
-            raise
+            raise NoWindow from end
 
     def wait_for_each(self, items: Iterable[TensorDictBase | None]) -> Iterator[TensorDictBase | None]:
         """Yield the items of a collector that collects in the trainer's turn."""
@@ -126,6 +131,7 @@ class WindowReader(TrainerHookBase):
                 item: Any = next(iterator, end)
             if item is end:
                 return
+            self._begun = item is None  # it is in the buffer
             yield item
 
     def pack(self, window: TensorDictBase) -> TensorDictBase:
@@ -154,9 +160,10 @@ class WindowReader(TrainerHookBase):
     def state_dict(self) -> dict[str, Any]:
         """Windows of an item that is under way, and how far it came."""
         windows = [[rollout.to_dict() for rollout in window] for window in self._windows]
-        return {"windows": windows, "epoch": self.epoch, "position": self.position}
+        return {"windows": windows, "epoch": self.epoch, "position": self.position, "begun": self._begun}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the saved windows first."""
         self._windows = [[TensorDict(row, batch_size=[]) for row in window] for window in state_dict["windows"]]
         self.epoch, self.position = int(state_dict["epoch"]), int(state_dict["position"])
+        self._begun = bool(state_dict.get("begun", False))

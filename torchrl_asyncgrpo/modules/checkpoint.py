@@ -106,7 +106,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> Any:
         if name == str(known).removeprefix("torch."):
             return known
     names = ", ".join(repr(str(known).removeprefix("torch.")) for known in DTYPES)
-    raise ValueError(f"dtype={dtype!r}; weights are trained in one of {names}, or 'auto' for the checkpoint's own.")
+    raise ValueError(f"dtype={dtype!r}; weights are kept in one of {names}, or 'auto' for the checkpoint's own.")
 
 
 def check_attention(attention: str | None) -> None:

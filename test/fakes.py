@@ -1,6 +1,8 @@
 """Stand-ins that tests control: an engine that answers from a script, a tokenizer of characters, tiny models."""
 
 import asyncio
+import json
+import shutil
 import threading
 
 import numpy as np
@@ -65,6 +67,35 @@ def tiny_gpt2(seed=0, **changes):
     fields = dict(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     fields |= dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, eos_token_id=0, bos_token_id=0, pad_token_id=0)
     return AutoModelForCausalLM.from_config(GPT2Config(**{**fields, **changes}))
+
+
+def save_with_own_code(directory, seed=0):
+    """Save a model whose classes are in a file beside its weights; returns the same model of transformers' own class.
+
+    The file is copied to, and run from, ``transformers.dynamic_module_utils.HF_MODULES_CACHE``.
+    """
+    model = tiny_qwen3(seed)
+    model.save_pretrained(directory)
+    path = directory / "config.json"
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    fields = dict(model_type="own", architectures=["OwnForCausalLM"], auto_map=own)
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    (directory / "own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n\n\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    return model
+
+
+def save_as_hub(cache, name, **models):
+    """Write a hub cache that holds the branches of a repository, as their files lie after a download."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    for number, (branch, directory) in enumerate(models.items()):
+        commit = f"{number:040x}"
+        (repository / "refs" / branch).write_text(commit)
+        shutil.copytree(directory, repository / "snapshots" / commit)
 
 
 def kept_log_softmax(model, row, temperature):

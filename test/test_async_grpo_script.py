@@ -209,7 +209,22 @@ def test_policy_is_on_its_device_under_several_processes_too(script, model_dir, 
 )
 def test_a_server_makes_room_for_adapters_where_they_are_pushed(server_options, push, rank, expected):
     """A merged push has any rank."""
-    assert server_options(push, lora(r=rank)) == expected
+    given = server_options(push, lora(r=rank))
+    assert {key: value for key, value in given.items() if key == "backend" or "lora" in key} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), []),
+        (("revision=v2",), ["--revision", "v2"]),
+        (("revision=v2", "trust_remote_code=true", "lora_r=4"), ["--revision", "v2", "--trust-remote-code"]),
+    ],
+)
+def test_a_server_serves_the_files_of_the_policy_and_further_options_win(server_options, options, expected):
+    overrides = [f"+model.options.{option}" for option in options]
+    given = server_options("weights", tiny_qwen3(), *overrides, "engine.options=[--revision,v3]")
+    assert given["options"] == [*expected, "--revision", "v3"]
 
 
 def test_without_an_adapter_to_push_no_server_is_started(server_options):
@@ -219,7 +234,7 @@ def test_without_an_adapter_to_push_no_server_is_started(server_options):
 
 @pytest.fixture
 def server_options(script, monkeypatch):
-    """What the server of a policy would be started with, as to how weights reach it."""
+    """What the server of a policy would be started with."""
     module, given = script("async_grpo"), {}
 
     def start(path, **options):
@@ -228,12 +243,12 @@ def server_options(script, monkeypatch):
 
     monkeypatch.setattr(module, "VLLMServer", start)
 
-    def server_options(push, policy):
+    def server_options(push, policy, *overrides):
         with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
-            cfg = hydra.compose("async_grpo_vllm", overrides=[f"engine.push={push}"])
+            cfg = hydra.compose("async_grpo_vllm", overrides=[f"engine.push={push}", *overrides])
         with contextlib.suppress(RuntimeError), contextlib.ExitStack() as cleanup:
             module.make_engine(cfg, policy, "path", 8, cleanup)
-        return {key: value for key, value in given.items() if key == "backend" or "lora" in key}
+        return given
 
     return server_options
 

@@ -1,5 +1,6 @@
 """The remote job end to end on a tiny model: what it leaves behind, and its errors."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -7,10 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import hydra
 import pytest
-from fakes import character_tokenizer, tiny_qwen3
+import torch
+import transformers
+from fakes import character_tokenizer, save_as_hub, save_with_own_code, tiny_qwen3
 from jobs import check_what_is_left
+
+from torchrl_asyncgrpo.adapters import has_quantized_layers
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "sota-implementations/remote_grpo/remote_grpo.py"
@@ -59,6 +65,53 @@ def test_leaves_logs_picture_answers_and_a_trained_model(model_dir, tmp_path, ov
     assert 1e-4 < max(moved) < 1e-2
 
 
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("remote_grpo")
+
+
+def configuration(*overrides):
+    with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
+        return hydra.compose("remote_grpo", overrides=list(overrides))
+
+
+def test_policy_engine_and_tokenizer_are_of_one_revision(script, model_dir, tmp_path, monkeypatch):
+    """Of the two branches, only one has a tokenizer."""
+    (tmp_path / "main").mkdir()
+    tiny_qwen3(seed=1).save_pretrained(tmp_path / "main")
+    save_as_hub(tmp_path / "hub", "someone/tiny", main=tmp_path / "main", v2=model_dir)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cfg = configuration("model.name=someone/tiny", "+model.options.revision=v2", f"output={tmp_path}")
+
+    engine = script.make_engine(cfg, "someone/tiny")
+    engine.shutdown()
+    served, trained = engine._model.state_dict(), script.load(cfg, "someone/tiny").state_dict()
+    expected = tiny_qwen3().state_dict()
+    assert all(torch.equal(trained[name], value) for name, value in expected.items())
+    assert all(torch.equal(served[name], value) for name, value in expected.items() if name in served)
+    assert "model.norm.weight" in served
+
+    def stop(*_, **__):
+        raise RuntimeError("the tokenizer was loaded")
+
+    monkeypatch.setattr(script.ray, "init", stop)
+    with contextlib.ExitStack() as cleanup, pytest.raises(RuntimeError, match="the tokenizer was loaded"):
+        script.run(cfg, cleanup)
+
+
+def test_engine_runs_the_models_own_code_and_holds_no_few_bits(script, tmp_path, monkeypatch):
+    save_with_own_code(tmp_path / "own")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    options = ("+model.options.trust_remote_code=true", "+model.options.load_in_4bit=true", "+model.options.lora_r=2")
+    engine = script.make_engine(configuration(*options), str(tmp_path / "own"))
+    engine.shutdown()
+    assert type(engine._model).__name__ == "OwnForCausalLM"
+    assert not has_quantized_layers(engine._model)
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        script.make_engine(configuration(), str(tmp_path / "own"))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -67,13 +120,9 @@ def test_leaves_logs_picture_answers_and_a_trained_model(model_dir, tmp_path, ov
         ("+model.options.dtype=bfloat16", "model.options.dtype=bfloat16; set model.dtype instead"),
     ],
 )
-def test_wrong_values_are_named_before_any_work(monkeypatch, override, message):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    module = importlib.import_module("remote_grpo")
-    with hydra.initialize_config_dir(str(SCRIPT.parent), version_base=None):
-        cfg = hydra.compose("remote_grpo", overrides=[override])
+def test_wrong_values_are_named_before_any_work(script, override, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        module.check(cfg)
+        script.check(configuration(override))
 
 
 def test_a_wrong_value_ends_the_job_with_its_message(model_dir, tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import hydra
 import torch
-from from_config import make_policy, model_settings, objective_options
+from from_config import make_policy, model_settings, objective_options, server_flags
 from omegaconf import DictConfig
 from report import comparison_table, plot_course, recoveries_line, sampled_answers
 from sums import last_number_is_sum, make_prompts
@@ -80,7 +80,7 @@ def make_engine(
             max_model_len=cfg.engine.max_model_len,
             kv_cache_gib=cfg.engine.kv_cache_gib,
             max_restarts=cfg.engine.max_restarts,
-            options=list(cfg.engine.options),
+            options=[*server_flags(cfg), *cfg.engine.options],
             log_file=Path(cfg.output) / "vllm.log",
         )
         url = cleanup.enter_context(server).url

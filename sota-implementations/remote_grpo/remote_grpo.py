@@ -50,7 +50,6 @@ from torchrl_asyncgrpo import (
     VLLMEngine,
     VLLMWeightSyncSender,
     WeightSyncSender,
-    load_policy,
     load_tokenizer,
     make_objective,
     make_replay_buffer,
@@ -62,12 +61,13 @@ from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.advantages import make_estimator
 from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.engines.base import Engine
+from torchrl_asyncgrpo.modules.checkpoint import load_model
 from torchrl_asyncgrpo.trainers.window import Packer
 
 SPINE = Path(__file__).parent.parent / "async_grpo"
 sys.path.insert(0, str(SPINE))
 import from_config  # noqa: E402
-from from_config import make_policy, model_settings, objective_options  # noqa: E402
+from from_config import make_policy, model_settings, objective_options, plain_kwargs  # noqa: E402
 from report import comparison_table, plot_course  # noqa: E402
 from sums import last_number_is_sum, make_prompts  # noqa: E402
 
@@ -104,10 +104,10 @@ def make_loss(cfg: DictConfig, actor: TreeActor, sender: WeightSyncSender | None
     return make_objective(cfg.loss.name, actor, **options)
 
 
-def make_engine(path: str, dtype: str) -> TransformersEngine:
-    """The engine, with weights of its own."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return TransformersEngine(load_policy(path, {"dtype": dtype, "device_map": {"": device}}, attention=None))
+def make_engine(cfg: DictConfig, path: str) -> TransformersEngine:
+    """The engine, with weights of its own: those of the base in full precision, until the first push."""
+    settings = model_settings(cfg, "cuda" if torch.cuda.is_available() else "cpu")
+    return TransformersEngine(load_model(path, plain_kwargs(settings), attention=None))
 
 
 # --- what runs here ------------------------------------------------------------------------------
@@ -116,9 +116,7 @@ def start_engine(
 ) -> tuple[Engine, Callable[[Any], WeightSyncSender]]:
     """The engine that samples, and what makes the sender that pushes a worker's weights into it."""
     if cfg.engine.name == "transformers":
-        engine = RayEngine(
-            partial(make_engine, path, cfg.model.dtype), actor_options=OmegaConf.to_container(cfg.engine.options)
-        )
+        engine = RayEngine(partial(make_engine, cfg, path), actor_options=OmegaConf.to_container(cfg.engine.options))
         cleanup.callback(engine.shutdown)
         return engine, partial(LocalWeightSyncSender, engine=engine)
     engine = VLLMEngine(cfg.engine.url, required_length=longest_prompt + cfg.sampling.max_tokens)
@@ -181,7 +179,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     output = Path(cfg.output)
     torch.manual_seed(cfg.train.seed)
     path, name = resolve_model(cfg.model.name), run_name(cfg.model.name)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, plain_kwargs(model_settings(cfg, "cpu")))
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
     sampling = partial(SamplingParams, max_tokens=cfg.sampling.max_tokens, temperature=cfg.sampling.temperature)

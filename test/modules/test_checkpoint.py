@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 import torch
-from fakes import tiny_gpt2, tiny_qwen3
+from adapted import quantized
+from fakes import save_as_hub, tiny_gpt2, tiny_qwen3
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -38,11 +40,8 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub(directory, tmp_path_factory):
-    sha = "0123456789abcdef0123456789abcdef01234567"
     cache = tmp_path_factory.mktemp("hub")
-    (cache / "models--someone--tiny/refs").mkdir(parents=True)
-    (cache / "models--someone--tiny/refs/main").write_text(sha)
-    shutil.copytree(directory, cache / f"models--someone--tiny/snapshots/{sha}")
+    save_as_hub(cache, "someone/tiny", main=directory)
     return {"cache_dir": str(cache)}
 
 
@@ -108,6 +107,7 @@ def test_nested_arguments_are_not_changed(directory, monkeypatch):
         ({"dtype": "float32", "torch_dtype": "bfloat16"}, "dtype=torch.float32 and torch_dtype=torch.bfloat16"),
         ({"banana": 1}, r"model_init_kwargs has 'banana', which neither.*spelling"),
         ({"load_in_4bit": True}, "model_init_kwargs has 'load_in_4bit'"),
+        ({"output_loading_info": True}, "model_init_kwargs has 'output_loading_info'.*leave it out"),
         ({"revision": "v9"}, "revision='v9' and model='.*', a directory, which has no"),
     ],
 )
@@ -186,10 +186,51 @@ def test_unknown_architecture_is_named(directory, tmp_path):
         load_model(edited(directory, tmp_path / "m", architectures=["NoSuchForCausalLM"]))
 
 
-def test_directory_of_an_adapter_is_told_from_a_model(tmp_path):
-    get_peft_model(tiny_qwen3(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="holds an adapter without its base.*is_trainable=True"):
-        load_model(tmp_path)
+def test_an_adapter_is_told_from_a_model_alone_or_beside_one(directory, tmp_path, no_weights_read):
+    """transformers would load it frozen."""
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    shutil.copytree(directory, beside)
+    for target in (alone, beside, beside / "inside"):
+        get_peft_model(tiny_qwen3(), LoraConfig(target_modules=["q_proj"])).save_pretrained(target)
+    save_as_hub(tmp_path / "hub", "someone/adapter", main=alone)
+    save_as_hub(tmp_path / "hub", "someone/both", main=beside)
+    hub = {"cache_dir": str(tmp_path / "hub")}
+    sources = [(alone, {}), (beside, {}), (beside, {"subfolder": "inside"})]
+    for source, kwargs in [*sources, ("someone/adapter", hub), ("someone/both", hub)]:
+        with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config\.json\).*is_trainable=True.*move the"):
+            load_model(source, kwargs)
+
+
+def without(directory, target, *names):
+    """A copy of a checkpoint that lacks some tensors."""
+    shutil.copytree(directory, target)
+    weights = load_file(target / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if name not in names}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_weights_that_a_checkpoint_lacks_are_named(directory, tmp_path):
+    tiny_qwen3(tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
+    headless = without(tmp_path / "untied", tmp_path / "headless", "lm_head.weight")
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of the Qwen3ForCausalLM \(lm_head\.weight\).*instance"):
+        load_model(headless)
+    assert load_model(headless, {"tie_word_embeddings": True}) is not None
+    names = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(2) for part in ("up", "down")]
+    with pytest.raises(ValueError, match="lacks 4 tensors"):
+        load_model(without(directory, tmp_path / "holes", *names))
+
+
+def test_weights_that_are_tied_quantised_or_in_shards_are_not_lacking(directory, tmp_path):
+    """The head that is the embedding is not in the file, and few bits come with tensors of their own."""
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")
+    model = load_model(directory)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for bits in (4, 8):
+        quantized(tmp_path, bits).save_pretrained(tmp_path / f"{bits}")
+        assert load_model(tmp_path / f"{bits}") is not None
+    tiny_qwen3().save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert load_model(tmp_path / "shards") is not None
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import copy
 import importlib.util
 import json
-import shutil
 
 import pytest
 import torch
+import transformers
 from adapted import WIDE, bits_of, randomize, rollouts, same_bits
-from fakes import tiny_gpt2, tiny_qwen3
+from fakes import save_as_hub, save_with_own_code, tiny_gpt2, tiny_qwen3
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, BitsAndBytesConfig, Qwen3ForCausalLM
@@ -23,9 +23,9 @@ from torchrl_asyncgrpo import (
     peft_config,
     run_name,
 )
-from torchrl_asyncgrpo.adapters import unwrapped
+from torchrl_asyncgrpo.adapters import has_adapters, unwrapped
+from torchrl_asyncgrpo.adapters.quantized import is_quantized
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
 NAME = "someone/tiny"
 
 
@@ -40,11 +40,7 @@ def directory(tmp_path_factory):
 def hub(directory, tmp_path_factory):
     """A hub cache that holds the directory as a model, as its files lie after a download."""
     cache = tmp_path_factory.mktemp("hub")
-    model = cache / f"models--{NAME.replace('/', '--')}"
-    (model / "refs").mkdir(parents=True)
-    for branch in ("main", "v2"):
-        (model / "refs" / branch).write_text(SHA)
-    shutil.copytree(directory, model / "snapshots" / SHA)
+    save_as_hub(cache, NAME, main=directory, v2=directory)
     return cache
 
 
@@ -79,6 +75,23 @@ def test_name_directory_and_instance_give_the_same_training(directory, hub):
         assert all(torch.equal(other_weights[name], tensor) for name, tensor in weights.items())
 
 
+def test_models_own_code_is_run_where_it_is_trusted_and_trains_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    same = save_with_own_code(tmp_path / "tiny")
+    policy = load_policy(tmp_path / "tiny", model_kwargs(ModelConfig(trust_remote_code=True)))
+    assert type(policy).__name__ == "OwnForCausalLM"
+    assert policy.config._attn_implementation == "tree_segments"
+    (losses, weights), (expected_losses, expected) = trained(policy), trained(load_policy(same.eval()))
+    assert losses == expected_losses
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    asked = []
+    monkeypatch.setattr("builtins.input", asked.append)
+    for kwargs in (None, {"trust_remote_code": None}, model_kwargs(ModelConfig())):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            load_policy(tmp_path / "tiny", kwargs)
+    assert not asked, "a job has nobody at its terminal"
+
+
 def test_instance_is_the_same_object_trains_and_changes_its_weights(directory):
     instance = Qwen3ForCausalLM.from_pretrained(directory)
     before = bits_of(instance)
@@ -96,6 +109,65 @@ def test_wrapped_instance_is_the_same_object(directory):
     assert unwrapped(wrapped).config._attn_implementation == "tree_segments"
     with pytest.raises(ValueError, match=r"peft_config=LoraConfig.*has an adapter already"):
         load_policy(wrapped, peft_config=LoraConfig(target_modules=["q_proj"]))
+
+
+def test_a_frozen_adapter_is_refused(directory, tmp_path):
+    def base():
+        return Qwen3ForCausalLM.from_pretrained(directory)
+
+    get_peft_model(base(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    disabled = PeftModel.from_pretrained(base(), tmp_path, is_trainable=True)
+    load_policy(disabled)
+    disabled.base_model.disable_adapter_layers()
+    inside = base()
+    inside.load_adapter(str(tmp_path))
+    for model in (PeftModel.from_pretrained(base(), tmp_path), disabled, inside):
+        attention = unwrapped(model).config._attn_implementation
+        with pytest.raises(ValueError, match=r"Qwen3ForCausalLM has an adapter \(default\).*is_trainable=True.*enable"):
+            load_policy(model)
+        assert unwrapped(model).config._attn_implementation == attention
+    load_policy(base().requires_grad_(False))  # a reference, for instance
+
+
+def test_what_is_trained_is_not_in_float16(directory):
+    message = r"24 of 24 trained parameters are in float16 \(model\.embed_tokens\.weight.*eps.*'float32' or 'bfloat16'"
+    for load in (
+        lambda: load_policy(directory, {"dtype": "float16"}),
+        lambda: load_policy(tiny_qwen3(**WIDE).half()),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load()
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype="float16")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.bias = nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"2 of 6 trained parameters are in float16 .*bias"):
+        load_policy(model, peft_config=LoraConfig(target_modules=["up_proj"], bias="all"))
+    assert not has_adapters(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"load_in_4bit": True}])
+def test_an_adapter_is_trained_in_float32_on_a_base_in_float16(directory, options):
+    config = ModelConfig(dtype="float16", lora_r=4, **options)
+    policy = load_policy(directory, model_kwargs(config), peft_config=peft_config(config))
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    assert unwrapped(policy).model.norm.weight.dtype == torch.float16
+    losses, _ = trained(randomize(policy, std=0.02), steps=8)
+    assert losses[-1] < losses[0] - 0.04
+
+
+def test_a_refused_adapter_leaves_attention_as_it_was(directory):
+    model = Qwen3ForCausalLM.from_pretrained(directory)
+    for options in (dict(target_modules=["nothing"]), dict(target_modules=["q_proj", "embed_tokens"])):
+        with pytest.raises(ValueError, match="nothing|embed"):
+            load_policy(model, peft_config=LoraConfig(**options))
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_saved_adapter_names_the_revision_of_its_base(hub, tmp_path):
+    kwargs = {"cache_dir": str(hub), "revision": "v2"}
+    load_policy(NAME, kwargs, peft_config=LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["revision"]) == (NAME, "v2")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, "torch.bfloat16"])
@@ -145,6 +217,9 @@ def test_model_kwargs_can_be_looked_at_and_changed():
     assert model_kwargs(ModelConfig()) == {"dtype": "auto", "trust_remote_code": False, "device_map": None}
     kwargs["use_cache"] = False
     assert "use_cache" not in model_kwargs(ModelConfig())
+    config = ModelConfig(device_map={"": "cpu"})
+    model_kwargs(config)["device_map"][""] = "meta"
+    assert config.device_map == {"": "cpu"}
 
 
 def test_attention_of_the_arguments_is_installed(directory):
@@ -237,6 +312,7 @@ def test_peft_config_of_the_settings(directory):
     assert (config.r, config.lora_alpha, config.target_modules, config.use_rslora) == (4, 6, {"q_proj"}, True)
     policy = load_policy(directory, peft_config=config)
     assert isinstance(policy, PeftModel)
+    assert peft_config(ModelConfig(lora_r=4, lora_modules_to_save="norm")).modules_to_save == ["norm"]
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert len([name for name in names if "lora_" in name]) == 2 * 2
     assert "base_model.model.model.norm.modules_to_save.default.weight" in names
@@ -267,6 +343,16 @@ def test_gradient_checkpointing_recomputes_layers_and_changes_nothing(directory,
     assert calls == [1, 2]
     assert all(float(g.abs().sum()) > 0 for g in gradients[0])
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_attention_dropout_acts_from_gradient_checkpointing_on():
+    model = tiny_qwen3(attention_dropout=0.3).eval()
+    assert load_policy(model).config._attn_implementation == "tree_segments"
+    with pytest.warns(UserWarning, match="dropout"):
+        policy = load_policy(model, gradient_checkpointing=True)
+    assert policy.config._attn_implementation == "tree_reference", "segments have no dropout"
+    with pytest.raises(ValueError, match="'segments' cannot honour attention dropout"):
+        load_policy(model.eval(), attention="segments", gradient_checkpointing=True)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -312,6 +398,22 @@ def test_qlora_trains_on_a_quantised_base(directory, bits):
     assert all(torch.equal(p, before[n]) for n, p in frozen.items()), "after an evaluation, too"
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_layers_keep_their_bits_without_an_actor(directory, bits):
+    """On some CPUs bitsandbytes would lay 4 bits out anew; here it is told not to, on any."""
+    config = ModelConfig(**{f"load_in_{bits}bit": True}, lora_r=4)
+    policy = load_policy(directory, model_kwargs(config), peft_config=peft_config(config)).eval()
+    layers = [module for module in policy.modules() if is_quantized(module)]
+    assert len(layers) == 14
+    if bits == 4:
+        assert not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    before = bits_of(policy)
+    with torch.no_grad():
+        policy(input_ids=torch.arange(1, 9)[None])
+    assert same_bits(before, bits_of(policy))
+    assert all(layer._forward_pre_hooks for layer in layers if bits == 8)
+
+
 def test_quantisation_without_an_adapter_is_warned_of(directory):
     with pytest.warns(UserWarning, match="quantization_config without peft_config"):
         load_policy(directory, model_kwargs(ModelConfig(load_in_4bit=True)))
@@ -326,8 +428,23 @@ def test_quantisation_without_an_adapter_is_warned_of(directory):
         (dict(attention="magic"), "attention='magic'.*'auto', 'reference', 'segments', 'flex'"),
         (dict(load_in_4bit=True, load_in_8bit=True), "load_in_4bit=True and load_in_8bit=True"),
         (dict(bnb_4bit_quant_type="int4"), "bnb_4bit_quant_type='int4'"),
-        (dict(lora_r=0), "lora_r=0"),
-        (dict(lora_dropout=1.0), "lora_dropout=1.0"),
+        (dict(lora_r=0), "lora_r=0.*integer >= 1"),
+        (dict(lora_r=2.5), "lora_r=2.5.*integer >= 1"),
+        (dict(lora_r="4"), "lora_r='4'"),
+        (dict(lora_r=True), "lora_r=True"),
+        (dict(lora_r=4, lora_alpha=0), "lora_alpha=0; it must be above 0"),
+        (dict(lora_r=4, lora_alpha=-4), "lora_alpha=-4"),
+        (dict(lora_r=4, lora_alpha=float("nan")), "lora_alpha=nan"),
+        (dict(lora_r=4, lora_dropout=1.0), "lora_dropout=1.0"),
+        (dict(lora_r=4, lora_target_modules=[]), r"lora_target_modules=\[\] names no module.*'all-linear'"),
+        (dict(lora_alpha=8), "lora_alpha=8 without lora_r, .*set lora_r, to 16 for instance, or leave lora_alpha out"),
+        (dict(lora_dropout=0.1), "lora_dropout=0.1 without lora_r"),
+        (dict(lora_target_modules=["q_proj"]), r"lora_target_modules=\['q_proj'\] without lora_r"),
+        (dict(lora_modules_to_save=["norm"]), r"lora_modules_to_save=\['norm'\] without lora_r"),
+        (dict(use_rslora=True), "use_rslora=True without lora_r"),
+        (dict(use_dora=True), "use_dora=True without lora_r"),
+        (dict(bnb_4bit_use_double_quant=True), "bnb_4bit_use_double_quant=True without load_in_4bit.*to True for"),
+        (dict(bnb_4bit_quant_type="fp4", load_in_8bit=True), "bnb_4bit_quant_type='fp4' without load_in_4bit"),
     ],
 )
 def test_bad_settings(options, message):

@@ -15,6 +15,7 @@ from torchrl_asyncgrpo import (
     GRPOLoss,
     LocalWeightSyncSender,
     PaddingFreeActor,
+    ReferenceLogProbs,
     RemoteActor,
     RemoteLoss,
     RemoteOptimizer,
@@ -273,3 +274,17 @@ def test_engine_that_shares_weights_is_refused_beside_the_trainer_wherever_they_
 def test_autocast_that_cannot_reach_the_model_is_refused(run):
     with pytest.raises(ValueError, match="mixed_precision=True with a RemoteOptimizer.*autocast_dtype"):
         run(mixed_precision=True)
+
+
+@pytest.mark.parametrize("kind", ["local", "here", "there"])
+def test_a_reference_at_another_temperature_is_refused(run, kind):
+    """Whose KL to equal weights would not be 0."""
+    trainer = run(kind).trainer
+
+    def reference(**options):
+        return ReferenceLogProbs(RemoteActor(HostedPolicy(lambda: TreeActor(tiny_qwen3(), **options))))
+
+    trainer.register_op("process_optim_batch", reference())
+    for register in (trainer.register_op, trainer.register_hook):
+        with pytest.raises(ValueError, match=r"reference is scored at temperature 0\.6 and the policy trained at 1\.0"):
+            register("process_optim_batch", reference(temperature=0.6))

@@ -45,19 +45,21 @@ def lora_config(*, r: int, alpha: int, dropout: float, target_modules: str | Seq
     )
 
 
-def add_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
+def add_adapter(model: PreTrainedModel, peft_config: Any, *, revision: str | None = None) -> Any:
     """Wrap a model with a new adapter; everything else in it is frozen.
 
     Args:
         model: without adapters; its modules are replaced by those of the adapter.
         peft_config: peft's configuration of the adapter, such as ``LoraConfig``; it is not changed.
+        revision: of the model on the hub, which a saved adapter names, for its base to be found again.
 
     Returns:
         The ``PeftModel``.
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train.
+        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train,
+            or that trains parameters in float16.
         Exception: what peft raises of a configuration that it cannot put on this model. In either case the model is
             as it was.
     """
@@ -76,8 +78,9 @@ def add_adapter(model: PreTrainedModel, peft_config: Any) -> Any:
     config.task_type = config.task_type or "CAUSAL_LM"
     before = Snapshot(model, weights=not _leaves_the_base(config))
     try:
-        policy = peft.get_peft_model(model, config)
+        policy = peft.get_peft_model(model, config, revision=revision)
         check_adapters(policy)
+        check_trained(policy)
     except BaseException:
         before.restore()
         raise
@@ -148,6 +151,28 @@ def check_adapters(model: nn.Module) -> None:
             )
     if isinstance(base, PreTrainedModel):
         _check_embeddings(base)
+
+
+def check_trained(model: nn.Module) -> None:
+    """Check that an optimizer has something to train, in a dtype in which it can; a frozen model passes.
+
+    Raises:
+        ValueError: if a model has adapters and nothing in it asks for a gradient, or something in float16 does.
+    """
+    trained = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained and has_adapters(model):
+        raise ValueError(
+            f"the {type(unwrapped(model)).__name__} has an adapter ({', '.join(_adapter_names(model))}) and nothing in "
+            "it asks for a gradient, so that it would not be trained; load the adapter with PeftModel.from_pretrained("
+            "base, directory, is_trainable=True), and enable it where it is disabled."
+        )
+    narrow = [name for name, dtype in trained.items() if dtype == torch.float16]
+    if narrow:
+        raise ValueError(
+            f"{len(narrow)} of {len(trained)} trained parameters are in float16 ({narrow[0]}, ...): the eps of AdamW, "
+            "1e-8, is 0 there, and one step makes NaN. Load with dtype='float32' or 'bfloat16'; float16 is for a base "
+            "that is frozen under an adapter in float32."
+        )
 
 
 def trained_outside_adapters(model: nn.Module) -> list[str]:

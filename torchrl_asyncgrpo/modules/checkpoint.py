@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from torchrl_asyncgrpo.data.pretrained import resolve_model
 from torchrl_asyncgrpo.modules.tree_attention.features import BACKENDS, check_features
@@ -21,6 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TREE = "tree_"
 # Arguments of from_pretrained that decide how weights are kept, and not what the configuration says
 _NOT_OF_THE_CONFIG = ("quantization_config", "device_map")
+_OF_THE_HUB = ("cache_dir", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 def load_model(
@@ -42,8 +44,9 @@ def load_model(
         The model, in eval mode.
 
     Raises:
-        ValueError: naming the field: an unknown dtype or argument, a revision of a directory, a model without a
-            language-model head, or one that no tree attention serves; before any weight is read.
+        ValueError: naming the field: an unknown dtype or argument, a revision of a directory, an adapter, a model
+            without a language-model head, or one that no tree attention serves, before any weight is read; or weights
+            that the checkpoint lacks.
         OSError: if there is no such model or revision.
     """
     check_attention(attention)
@@ -51,6 +54,7 @@ def load_model(
     kwargs = {name: copy.deepcopy(value) if isinstance(value, dict) else value for name, value in given.items()}
     if attention is not None:
         kwargs.pop("attn_implementation", None)
+    kwargs["trust_remote_code"] = bool(kwargs.get("trust_remote_code"))  # transformers asks the terminal about None
     path = resolve_model(model)
     _check_source(path, kwargs)
     dtype = _pop_dtype(kwargs)
@@ -62,11 +66,12 @@ def load_model(
         )
         kwargs["device_map"] = None
     try:
+        _check_adapter(path, kwargs)
         config = _load_config(path, kwargs)
         architecture = _architecture(path, config, kwargs)
         if attention is not None:
             _check_features(path, architecture, config, attention)
-        return architecture.from_pretrained(path, dtype=dtype, **kwargs)
+        loaded, report = architecture.from_pretrained(path, dtype=dtype, output_loading_info=True, **kwargs)
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None or unknown[1] not in kwargs:
@@ -79,6 +84,13 @@ def load_model(
         revision = kwargs.get("revision")
         named = f"model={os.fspath(model)!r}" + ("" if revision is None else f", revision={revision!r}")
         raise OSError(f"{named} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"the checkpoint of model={path!r} lacks {len(missing)} tensors of the {type(loaded).__name__} "
+            f"({', '.join(missing[:3])}), which would begin at random. Give a checkpoint that is whole, or "
+            "tie_word_embeddings=True where the head is the embedding; to train new weights, pass an instance."
+        )
+    return loaded
 
 
 def as_dtype(dtype: str | torch.dtype | None) -> Any:
@@ -94,7 +106,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> Any:
         if name == str(known).removeprefix("torch."):
             return known
     names = ", ".join(repr(str(known).removeprefix("torch.")) for known in DTYPES)
-    raise ValueError(f"dtype={dtype!r}; weights are trained in one of {names}, or 'auto' for the checkpoint's own.")
+    raise ValueError(f"dtype={dtype!r}; weights are kept in one of {names}, or 'auto' for the checkpoint's own.")
 
 
 def check_attention(attention: str | None) -> None:
@@ -137,6 +149,11 @@ def _pop_dtype(kwargs: dict[str, Any]) -> Any:
 
 
 def _check_source(path: str, kwargs: Mapping[str, Any]) -> None:
+    if "output_loading_info" in kwargs:
+        raise ValueError(
+            "model_init_kwargs has 'output_loading_info', and the model alone is returned; leave it out: weights that "
+            "a checkpoint lacks are an error."
+        )
     if not Path(path).is_dir():
         return
     revision = kwargs.get("revision")
@@ -144,11 +161,18 @@ def _check_source(path: str, kwargs: Mapping[str, Any]) -> None:
         raise ValueError(
             f"revision={revision!r} and model={path!r}, a directory, which has no revisions; leave it out."
         )
-    folder = Path(path) / (kwargs.get("subfolder") or "")
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+
+
+def _check_adapter(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise for an adapter among the files: transformers would put it, frozen, on the model beside it or elsewhere."""
+    where = {name: kwargs[name] for name in _OF_THE_HUB if kwargs.get(name) is not None}
+    inside = os.path.join(path, where.get("subfolder", ""))
+    found = find_adapter_config_file(path, **where) or (os.path.isdir(path) and find_adapter_config_file(inside))
+    if found:
         raise ValueError(
-            f"model={path!r} holds an adapter without its base; load the base, put the adapter on it with peft's "
-            "PeftModel.from_pretrained(base, directory, is_trainable=True), and pass that as an instance."
+            f"model={path!r} holds an adapter (adapter_config.json); load its base, put the adapter on it with peft's "
+            "PeftModel.from_pretrained(base, directory, is_trainable=True), and pass that as an instance. If there are "
+            "weights beside it that are meant, move the adapter's files out."
         )
 
 

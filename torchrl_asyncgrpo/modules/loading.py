@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from torchrl_asyncgrpo.adapters import (
     add_adapter,
+    check_trained,
     has_adapters,
     has_quantized_layers,
     keep_bits,
@@ -31,17 +34,23 @@ from torchrl_asyncgrpo.modules.checkpoint import (
     no_head,
     several_processes,
 )
-from torchrl_asyncgrpo.modules.tree_attention import install
+from torchrl_asyncgrpo.modules.tree_attention import attention_kept_on_error, install
 from torchrl_asyncgrpo.modules.tree_attention.features import attention_dropout
+
+# What begins with the first says nothing without the second
+_SWITCHES = (("bnb_4bit_", "load_in_4bit", True), ("lora_", "lora_r", 16), ("use_", "lora_r", 16))
 
 
 @dataclass
 class ModelConfig:
     """Settings of a policy, as a script or a configuration file holds them; see :func:`model_kwargs`.
 
+    A field that another one switches on, as ``lora_r`` does the rest of an adapter, is refused without it.
+
     Args:
         revision: branch, tag or commit of a model on the hub; None is its default branch.
         dtype: of the weights: ``"auto"`` for the checkpoint's, a name such as ``"bfloat16"``, or a torch dtype.
+            ``"float16"`` is for a base under an adapter, which is kept in float32.
         attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; see ``TreeActor``.
         trust_remote_code: run the model's own code from the hub.
         device_map: of transformers; None loads to the CPU, or a quantised model to the current device. One that
@@ -52,11 +61,11 @@ class ModelConfig:
             weights stand for, differs by more than rounding.
         bnb_4bit_quant_type: data type of the 4 bits.
         bnb_4bit_use_double_quant: quantise the scales of the 4 bits, too.
-        lora_r: rank of a LoRA adapter; None trains all weights.
-        lora_alpha: the adapter adds ``lora_alpha / lora_r`` · B · A.
+        lora_r: rank of a LoRA adapter, >= 1; None trains all weights.
+        lora_alpha: the adapter adds ``lora_alpha / lora_r`` · B · A; above 0.
         lora_dropout: probability in [0, 1); in train mode only.
         lora_target_modules: names of modules, or ``"all-linear"`` for all but the output head.
-        lora_modules_to_save: modules that are trained whole beside the adapter.
+        lora_modules_to_save: modules that are trained whole beside the adapter; a string is one name.
         use_rslora: scale by ``lora_alpha / sqrt(lora_r)``, arXiv:2312.03732.
         use_dora: train norms of weight rows apart, arXiv:2402.09353.
     """
@@ -74,7 +83,7 @@ class ModelConfig:
     lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_target_modules: str | Sequence[str] = "all-linear"
-    lora_modules_to_save: Sequence[str] | None = None
+    lora_modules_to_save: str | Sequence[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
 
@@ -85,10 +94,29 @@ class ModelConfig:
             raise ValueError("load_in_4bit=True and load_in_8bit=True; a weight has one of them.")
         if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
             raise ValueError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r}; choose 'nf4' or 'fp4'.")
-        if self.lora_r is not None and self.lora_r < 1:
-            raise ValueError(f"lora_r={self.lora_r}; a rank is >= 1, and None trains all weights.")
+        if self.lora_r is not None and not (type(self.lora_r) is int and self.lora_r >= 1):
+            raise ValueError(f"lora_r={self.lora_r!r}; a rank is an integer >= 1, and None trains all weights.")
+        if not 0 < self.lora_alpha < math.inf:
+            raise ValueError(
+                f"lora_alpha={self.lora_alpha}; it must be above 0: at 0 the adapter is never trained, and below it "
+                "takes away what it learns."
+            )
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout={self.lora_dropout}; a probability of dropout is in [0, 1).")
+        if not self.lora_target_modules:
+            raise ValueError(
+                f"lora_target_modules={self.lora_target_modules!r} names no module; name some, such as ['q_proj', "
+                "'v_proj'], or 'all-linear'."
+            )
+        for field in fields(self):
+            value = vars(self)[field.name]
+            for prefix, switch, on in _SWITCHES:
+                off = field.name.startswith(prefix) and field.name != switch and not vars(self)[switch]
+                if off and value != field.default:
+                    raise ValueError(
+                        f"{field.name}={value!r} without {switch}, so that it would be ignored; set {switch}, to {on} "
+                        f"for instance, or leave {field.name} out."
+                    )
 
 
 def model_kwargs(config: ModelConfig) -> dict[str, Any]:
@@ -110,7 +138,7 @@ def model_kwargs(config: ModelConfig) -> dict[str, Any]:
         kwargs["revision"] = config.revision
     if config.attention != "auto":
         kwargs["attn_implementation"] = TREE + config.attention
-    device_map = config.device_map
+    device_map = copy.deepcopy(config.device_map)
     if config.load_in_4bit or config.load_in_8bit:
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ImportError(
@@ -137,12 +165,13 @@ def peft_config(config: ModelConfig) -> Any:
     """
     if config.lora_r is None:
         return None
+    whole = config.lora_modules_to_save
     return lora_config(
         r=config.lora_r,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
         target_modules=config.lora_target_modules,
-        modules_to_save=None if config.lora_modules_to_save is None else list(config.lora_modules_to_save),
+        modules_to_save=[whole] if isinstance(whole, str) else None if whole is None else list(whole),
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
     )
@@ -176,8 +205,9 @@ def load_policy(
         TypeError: if ``model`` is a module other than a transformers model, bare or wrapped by peft.
         ValueError: naming the field: an unknown dtype, revision, attention or argument; a quantised instance asked for;
             a model without a language-model head, or whose layers (recurrent ones, for instance) no tree attention
-            serves; a device map that offloads layers; an adapter for a model that has one, or one that cannot be
-            trained.
+            serves; weights that a checkpoint lacks; a device map that offloads layers; trained weights in float16; an
+            adapter for a model that has one, one that cannot be trained, or a frozen one. An instance whose adapter is
+            refused is as it was.
         OSError: if there is no such model or revision.
     """
     check_attention(attention)
@@ -190,11 +220,14 @@ def load_policy(
     base = unwrapped(policy)
     check_not_offloaded(base)
     keep_bits(base)
-    if attention is not None:
-        install(base, attention)
-    if peft_config is not None:
-        policy = add_adapter(policy, peft_config)
-    elif has_quantized_layers(base) and not has_adapters(base):
+    with attention_kept_on_error(base):
+        if attention is not None:
+            install(base, attention)
+        if peft_config is None:
+            check_trained(policy)
+        else:
+            policy = add_adapter(policy, peft_config, revision=None if policy is model else kwargs.get("revision"))
+    if peft_config is None and has_quantized_layers(base) and not has_adapters(base):
         warnings.warn(
             "quantization_config without peft_config: the quantised layers are not trained, only what is left in full "
             "precision. Pass peft_config, such as LoraConfig.",

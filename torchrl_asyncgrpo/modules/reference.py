@@ -145,7 +145,7 @@ class ReferenceLogProbs:
     it with the rollouts instead.
 
     Args:
-        actor: of the reference.
+        actor: of the reference, at the temperature of the policy.
         autocast_dtype: run the forward under autocast, as the trainer with ``mixed_precision``; None for not.
 
     Raises:

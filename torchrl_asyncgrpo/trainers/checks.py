@@ -13,6 +13,7 @@ from torchrl.trainers import OptimizationStepper
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
 from torchrl_asyncgrpo.data.replay_buffer import GroupReplayBuffer
 from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.modules.reference import ReferenceLogProbs
 from torchrl_asyncgrpo.remote.actor import RemoteActor
 from torchrl_asyncgrpo.remote.hosted_policy import HostedPolicy
 from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
@@ -40,6 +41,30 @@ def check_counts(replay_buffer: ReplayBuffer | None, **counts: int | None) -> No
             f"batch_size={batch_size} and gradient_accumulation_steps={accumulation} count groups of a replay buffer, "
             "and there is none: an item of the collector is a window. Pass a buffer of make_replay_buffer, or leave "
             "them out."
+        )
+
+
+def check_stage(dest: str, op: Any, loss_module: Any) -> None:
+    """Raise ``ValueError`` where an operation has no place in the trainer, or would train the wrong thing there.
+
+    Args:
+        dest: name of the stage.
+        op: the operation; looked at where it is a ``ReferenceLogProbs``.
+        loss_module: of the run; its ``actor_network`` is looked at where it is a ``TreeActor``.
+    """
+    if dest in ("post_loss", "process_loss", "optimizer"):
+        raise ValueError(
+            f"the stage {dest!r} has no place around a window of micro-batches; use 'pre_optim', when gradients are "
+            "complete, or 'post_optim', change the loss module, or give an optimization_stepper of your own."
+        )
+    actor = getattr(loss_module, "actor_network", None)
+    if not (isinstance(op, ReferenceLogProbs) and isinstance(op.actor, TreeActor) and isinstance(actor, TreeActor)):
+        return
+    if op.actor.temperature != actor.temperature:
+        raise ValueError(
+            f"the reference is scored at temperature {op.actor.temperature} and the policy trained at "
+            f"{actor.temperature}, so that the KL of equal weights would not be 0; build both actors with one "
+            "temperature."
         )
 
 

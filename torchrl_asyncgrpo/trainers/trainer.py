@@ -40,7 +40,7 @@ from torchrl.trainers import LRSchedulerHook, MixedPrecisionOptimizationStepper,
 
 from torchrl_asyncgrpo.collectors.llm_collector import AsyncLLMCollector
 from torchrl_asyncgrpo.packing import TreePacker
-from torchrl_asyncgrpo.trainers.checks import check_counts, check_parts
+from torchrl_asyncgrpo.trainers.checks import check_counts, check_parts, check_stage
 from torchrl_asyncgrpo.trainers.logger_group import LoggerGroup
 from torchrl_asyncgrpo.trainers.step_log import StepLog, bar_text, mean_of_steps
 from torchrl_asyncgrpo.trainers.stepper import WindowOptimizationStepper
@@ -237,12 +237,11 @@ class AsyncGRPOTrainer(Trainer):
                 window are complete, unscaled and clipped.
             op: the operation.
             kwargs: given to every call of ``op``.
+
+        Raises:
+            ValueError: if the stage is unknown here, or ``op`` scores a reference at another temperature.
         """
-        if dest in ("post_loss", "process_loss", "optimizer"):
-            raise ValueError(
-                f"the stage {dest!r} has no place around a window of micro-batches; use 'pre_optim', when gradients "
-                "are complete, or 'post_optim', change the loss module, or give an optimization_stepper of your own."
-            )
+        check_stage(dest, op, self.loss_module)
         if dest == "pre_optim":
             self._pre_optim_step_ops.append((self._wrap_hook_with_timing(op), kwargs))
         else:

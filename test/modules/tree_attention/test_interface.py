@@ -6,10 +6,16 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
 from tree_oracle import MODELS, VOCABULARY, NaiveTrie, random_rollouts, tiny_model
 
-from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, install
+from torchrl_asyncgrpo.modules.tree_attention import TreeLayout, attention_kept_on_error, install
 
 BACKENDS = ["reference", "segments", "flex"]
 TINY = {
@@ -204,3 +210,29 @@ def test_autocast_runs_attention_in_its_dtype() -> None:
             rounded = model(input_ids=ids, **layout.model_inputs()).logits
     assert rounded.dtype == torch.bfloat16
     assert (rounded - exact).abs().mean() < 0.05 * exact.abs().mean()
+
+
+def test_attention_is_given_back_to_every_model_inside_if_something_fails():
+    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32)
+    text = {**TINY, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+
+    def attention():
+        config = model.config
+        return [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
+
+    def switch(fail):
+        with attention_kept_on_error(model):
+            install(model)
+            assert set(attention()) == {"tree_segments"}
+            if fail:
+                raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        switch(fail=True)
+    assert attention() == ["sdpa", "sdpa", "eager"]
+    assert model.model.language_model.layers[0].self_attn.config._attn_implementation == "sdpa"
+    switch(fail=False)
+    assert set(attention()) == {"tree_segments"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -49,6 +50,26 @@ def install(model: PreTrainedModel, backend: str = "auto") -> str:
     if backend == "segments" and next(model.parameters()).device.type == "cpu":
         workers.pool(torch.get_num_threads())
     return backend
+
+
+@contextlib.contextmanager
+def attention_kept_on_error(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model, and models inside it, the attention back that they have now, if the block raises."""
+    own = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    before = [(config, config._attn_implementation) for outer in own for config in _configurations(outer)]
+    try:
+        yield
+    except BaseException:
+        for config, attention in before:  # an inner one after the outer, which sets both
+            config._attn_implementation = attention
+        raise
+
+
+def _configurations(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for name in config.sub_configs:
+        if (inner := getattr(config, name)) is not None:
+            yield from _configurations(inner)
 
 
 def _choose(model: PreTrainedModel) -> str:

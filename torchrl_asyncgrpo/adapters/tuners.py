@@ -58,8 +58,7 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, revision: str | Non
 
     Raises:
         ImportError: if peft is not installed.
-        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train,
-            or that trains parameters in float16.
+        ValueError: if the model has an adapter already, or the configuration is one that tree batches cannot train.
         Exception: what peft raises of a configuration that it cannot put on this model. In either case the model is
             as it was.
     """
@@ -154,24 +153,16 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Check that an optimizer has something to train, in a dtype in which it can; a frozen model passes.
+    """Check that an optimizer has something to train; a frozen model without adapters passes.
 
     Raises:
-        ValueError: if a model has adapters and nothing in it asks for a gradient, or something in float16 does.
+        ValueError: if a model has adapters and nothing in it asks for a gradient.
     """
-    trained = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trained and has_adapters(model):
+    if has_adapters(model) and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"the {type(unwrapped(model)).__name__} has an adapter ({', '.join(_adapter_names(model))}) and nothing in "
             "it asks for a gradient, so that it would not be trained; load the adapter with PeftModel.from_pretrained("
             "base, directory, is_trainable=True), and enable it where it is disabled."
-        )
-    narrow = [name for name, dtype in trained.items() if dtype == torch.float16]
-    if narrow:
-        raise ValueError(
-            f"{len(narrow)} of {len(trained)} trained parameters are in float16 ({narrow[0]}, ...): the eps of AdamW, "
-            "1e-8, is 0 there, and one step makes NaN. Load with dtype='float32' or 'bfloat16'; float16 is for a base "
-            "that is frozen under an adapter in float32."
         )
 
 

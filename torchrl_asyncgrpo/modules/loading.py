@@ -50,7 +50,7 @@ class ModelConfig:
     Args:
         revision: branch, tag or commit of a model on the hub; None is its default branch.
         dtype: of the weights: ``"auto"`` for the checkpoint's, a name such as ``"bfloat16"``, or a torch dtype.
-            ``"float16"`` is for a base under an adapter, which is kept in float32.
+            ``"float16"`` suits a base under an adapter, which is kept in float32; AdamW does not train in it.
         attention: ``"auto"``, ``"reference"``, ``"segments"`` or ``"flex"``; see ``TreeActor``.
         trust_remote_code: run the model's own code from the hub.
         device_map: of transformers; None loads to the CPU, or a quantised model to the current device. One that
@@ -205,9 +205,8 @@ def load_policy(
         TypeError: if ``model`` is a module other than a transformers model, bare or wrapped by peft.
         ValueError: naming the field: an unknown dtype, revision, attention or argument; a quantised instance asked for;
             a model without a language-model head, or whose layers (recurrent ones, for instance) no tree attention
-            serves; weights that a checkpoint lacks; a device map that offloads layers; trained weights in float16; an
-            adapter for a model that has one, one that cannot be trained, or a frozen one. An instance whose adapter is
-            refused is as it was.
+            serves; weights that a checkpoint lacks; a device map that offloads layers; an adapter for a model that
+            has one, one that cannot be trained, or a frozen one. An instance whose adapter is refused is as it was.
         OSError: if there is no such model or revision.
     """
     check_attention(attention)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.modules.actor import TreeActor
+from torchrl_asyncgrpo.modules.optimizers import check_eps
 from torchrl_asyncgrpo.modules.padding_free import PaddingFreeActor
 from torchrl_asyncgrpo.packing.padding_free import from_padding_free
 from torchrl_asyncgrpo.remote.protocol import BackendInfo, Forward, Part, Push
@@ -49,7 +50,7 @@ class HostedPolicy:
 
     Raises:
         TypeError: if ``make_actor`` returns something else.
-        ValueError: if ``autocast_dtype`` is ``torch.float16``.
+        ValueError: if ``autocast_dtype`` is ``torch.float16``, or the optimizer's ``eps`` is 0 in the weights' dtype.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class HostedPolicy:
         self.model = self.actor.model
         self.device = next(self.model.parameters()).device
         self.optimizer = make_optimizer([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+        check_eps(self.optimizer)
         self.loss = None if make_loss is None else make_loss(self.actor)
         self.sender = None if make_sender is None else make_sender(self.model)
         self.autocast_dtype = autocast_dtype

@@ -12,6 +12,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.trainers import MixedPrecisionOptimizationStepper
 
 from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.modules.optimizers import check_eps
 from torchrl_asyncgrpo.objectives.functional import reduce_window
 from torchrl_asyncgrpo.remote.optimizer import RemoteOptimizer
 
@@ -34,7 +35,8 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
         device_type: device type of autocast; by default that of the first parameter.
 
     Raises:
-        ValueError: if ``clip_norm`` is out of range, or autocast is asked for where the model is elsewhere.
+        ValueError: if ``clip_norm`` is out of range, autocast is asked for where the model is elsewhere, or the
+            optimizer's ``eps`` is 0 in the dtype of the weights.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class WindowOptimizationStepper(MixedPrecisionOptimizationStepper):
                 "mixed_precision=True with a RemoteOptimizer: forwards run in the backend, and autocast here would not "
                 "reach them. Build the backend with autocast_dtype=torch.bfloat16 instead."
             )
+        check_eps(optimizer)
         super().__init__(
             optimizer,
             mixed_precision=mixed_precision,

@@ -112,6 +112,13 @@ def test_engine_runs_the_models_own_code_and_holds_no_few_bits(script, tmp_path,
         script.make_engine(configuration(), str(tmp_path / "own"))
 
 
+def test_an_adapter_begins_as_the_seed_says(script, model_dir):
+    cfg = configuration("+model.options.lora_r=2")
+    first, second = (dict(script.make_actor(cfg, str(model_dir)).named_parameters()) for _ in range(2))
+    assert any("lora_A" in name for name in first)
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -86,6 +86,7 @@ def load(cfg: DictConfig, path: str, device: str | None = None) -> nn.Module:
 
 def make_actor(cfg: DictConfig, path: str) -> TreeActor:
     """The policy of a worker, for the batches of its contract."""
+    torch.manual_seed(cfg.train.seed)  # a worker is a process of its own, and adapters begin at random
     options = dict(
         temperature=cfg.sampling.temperature, router_logits=cfg.loss.options.get("load_balance_coeff", 0) > 0
     )

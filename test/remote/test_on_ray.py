@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import os
 import signal
 import time
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import character_tokenizer, tiny_qwen3
+from fakes import character_tokenizer, save_with_own_code, tiny_qwen3
 from remote.windows import (
     ACTORS,
     PACKERS,
@@ -189,15 +188,7 @@ def test_workers_that_a_failure_left_different_do_not_go_on(on_ray, trained, fai
 
 def test_model_with_its_own_code(workers, tmp_path):
     """Its configuration is read here, where that code was never loaded."""
-    tiny_qwen3().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "own.py").write_text(
-        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
-        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
-        "class Own(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
-    )
+    save_with_own_code(tmp_path)
     environment = {"env_vars": {"HF_MODULES_CACHE": str(tmp_path / "modules")}}
     backend = RayBackend(
         lambda: TreeActor(load_policy(str(tmp_path), {"trust_remote_code": True})),

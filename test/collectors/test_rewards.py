@@ -126,3 +126,25 @@ def test_exception_of_a_function_is_raised_itself():
 def test_bad_arguments(functions, weights, error, message):
     with pytest.raises(error, match=message):
         RewardFunctions(functions, weights)
+
+
+def next_of_nothing(**_):
+    return next(iter([]))
+
+
+async def next_of_nothing_async(**_):
+    return next(iter([]))
+
+
+@pytest.mark.parametrize("function", [next_of_nothing, next_of_nothing_async, lambda **_: next_of_nothing_async()])
+def test_stop_iteration_ends_in_an_error(function):
+    """S6: no future takes a StopIteration."""
+    rewards = RewardFunctions(function)
+
+    async def scored():
+        with ThreadPoolExecutor(1) as pool:
+            return await asyncio.wait_for(rewards(["p"], ["a"], [[1]], {}, pool), 5)
+
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        asyncio.run(scored())
+    assert isinstance(caught.value.__cause__, StopIteration)

@@ -66,7 +66,7 @@ class AsyncLLMCollector(BaseCollector):
         advantage_per_reward: give ``advantage`` the rewards [G, K] of every function, NaN where it did not score,
             not weighted, instead of their weighted sums, which remain the ``reward`` of the rollouts.
         mask_truncated: leave completions that ended for lack of room out of the loss.
-        seed: seed of sampling; group ``g`` draws from a stream derived from ``(seed, g)``.
+        seed: seed of sampling, >= 0; group ``g`` draws from a stream derived from ``(seed, g)``.
 
     Raises:
         ValueError: if an argument is out of range, the engine refuses the sampling parameters, a prompt leaves
@@ -107,7 +107,7 @@ class AsyncLLMCollector(BaseCollector):
         self.advantage = advantage
         self.advantage_per_reward = advantage_per_reward
         self.mask_truncated = mask_truncated
-        self.seed = seed
+        self.set_seed(seed)
         self.counters: Counter[str] = Counter()
         self.init_random_frames = 0
         self._repeat: list[PromptDraw] = []
@@ -228,7 +228,11 @@ class AsyncLLMCollector(BaseCollector):
         Args:
             seed: the seed.
             static_seed: return ``seed`` itself instead of one for the caller to go on with.
+
+        Raises:
+            ValueError: if ``seed`` is negative or not whole.
         """
+        request_seed(seed, group_id=0)
         self.seed = seed
         return seed if static_seed else seed + 1
 

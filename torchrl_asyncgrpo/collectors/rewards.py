@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from typing import Any
 
@@ -94,7 +94,8 @@ class RewardFunctions:
             [G, K] rewards, not weighted; NaN where a function did not score a completion.
 
         Raises:
-            ValueError: if a function returns another number of values, or a value that is not a finite number or None.
+            ValueError: if a function returns no list, or one of another length, or a value that is not a finite
+                number or None.
             Exception: whatever a function raised; a ``RuntimeError`` in place of ``StopIteration``, as in coroutines.
         """
         arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
@@ -130,9 +131,12 @@ def _name(function: RewardFunction) -> str:
 def _checked(function: RewardFunction, values: Any, count: int) -> list[float]:
     """Values of a function as finite numbers, NaN where it returned None."""
     name = _name(function)
-    if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
+    # a mapping would be read by its keys, a set in any order
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Collection):
         kind = type(values).__name__
-        raise ValueError(f"reward function {name!r} returned a {kind}; return a list of {count} numbers.")
+        raise ValueError(
+            f"reward function {name!r} returned a {kind}; return a list of {count} numbers, in order of completions."
+        )
     if len(values) != count:
         raise ValueError(
             f"reward function {name!r} returned {len(values)} values for {count} completions; return a list of {count}."

@@ -45,7 +45,8 @@ class AsyncLLMCollector(BaseCollector):
     ``(max_staleness + 1) · groups_per_step`` groups are running, waiting in the buffer, or handed out and not
     released. Iterating instead collects ``groups_per_step`` groups per item, in the caller's turn, and yields None
     where there is a replay buffer (the groups are in it), else a lazy stack of rollouts. In place of a group that is
-    dropped, here or by a transform of the buffer as it is written, a further prompt is drawn.
+    dropped, here or by a transform of the buffer as it is written, a further prompt is drawn: at once, or, in turn and
+    with ``max_staleness=0``, when every group that runs is finished.
 
     A group whose completions fail for good is scored from the survivors when there are two or more, else dropped;
     ``counters`` says how often and why. Any exception, of a reward function or of the engine, ends the collection
@@ -176,12 +177,10 @@ class AsyncLLMCollector(BaseCollector):
                         missing -= 1
         return rollouts
 
-    def _finish_in_turn(self, loop: asyncio.AbstractEventLoop, free_slots: int) -> list[FinishedGroup]:
-        """Groups in the order of their draws, as many with rollouts as there are slots, unless the source ends."""
+    def _finish_in_turn(self, loop: asyncio.AbstractEventLoop, slots: int) -> list[FinishedGroup]:
+        """Groups in the order of their draws, as many as there are slots, unless the source ends."""
         finished: list[FinishedGroup] = []
-        main = loop.create_task(
-            self._collect(lambda: free_slots - sum(bool(g.rollouts) for g in finished), finished.append, in_turn=True)
-        )
+        main = loop.create_task(self._collect(lambda: slots - len(finished), finished.append, in_turn=True))
         try:
             loop.run_until_complete(main)
         finally:
@@ -297,8 +296,10 @@ class AsyncLLMCollector(BaseCollector):
         try:
             while True:
                 self._wake.clear()
-                # Groups admitted in one tick of the loop reach the engine as one batch.
-                while len(running) < free_slots() and (draw := self._draw()) is not None:
+                # Groups admitted in one tick of the loop reach the engine as one batch. On-policy, those in place of
+                # dropped ones wait for the rest of their round, as in turn: the same batches give the same bits.
+                in_time = self.max_staleness > 0 or not running
+                while in_time and len(running) < free_slots() and (draw := self._draw()) is not None:
                     running.append(asyncio.create_task(self._sample_group(draw, scoring)))
                 if not running and (in_turn or self._exhausted):
                     return

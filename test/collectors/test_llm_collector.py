@@ -275,6 +275,8 @@ def test_seed_changes_every_sample():
         (dict(groups_per_step=0), "groups_per_step=0"),
         (dict(rewards=[]), "reward_funcs is empty"),
         (dict(top_p=0.9), "top_p=0.9"),
+        (dict(seed=-1), "seed=-1; .* whole number from 0 on"),
+        (dict(seed=0.5), "seed=0.5"),
     ],
 )
 def test_bad_arguments_are_found_at_construction(options, message):

@@ -1,6 +1,8 @@
 """Groups that the buffer drops as they are written: made up for, counted once, neither lost nor repeated; advantages
 from the rewards of every function."""
 
+import asyncio
+import itertools
 import time
 
 import pytest
@@ -47,6 +49,20 @@ def make(transform=None, engine=None, prompts=PROMPTS, rewards=reward, groups=2,
 
 def group_ids(window):
     return sorted({int(row["group_id"]) for row in window.unbind(0)})
+
+
+def slowed(generate, ticks):
+    """``generate``, whose request number ``i`` is answered ``ticks(i)`` ticks of the event loop late."""
+    numbers = itertools.count()
+
+    async def late(prompt_ids, params):
+        number = next(numbers)
+        completions = await generate(prompt_ids, params)
+        for _ in range(ticks(number)):
+            await asyncio.sleep(0)
+        return completions
+
+    return late
 
 
 @pytest.fixture
@@ -112,10 +128,18 @@ def test_beside_the_trainer_a_dropped_group_frees_its_slot_once(beside, max_stal
     assert len(decided) == len(seen) + len(buffer.waiting_group_ids) + sum(buffer.dropped.values())
 
 
-def test_both_ways_train_the_same_groups(beside):
-    """S2: with max_staleness=0 and the same seeds."""
-    in_turn, buffer_1, engine_1 = make(DropFlatGroups())
-    at_once, buffer_2, engine_2 = make(DropFlatGroups())
+def some_unscored(completions, number, **_):
+    """Groups 0, 3, 6 ... are not scored, and 2, 5, 8 ... flat."""
+    return [None if number[0] % 3 == 0 else r for r in reward(completions, number)]
+
+
+@pytest.mark.parametrize("rewards", [reward, some_unscored])
+def test_both_ways_train_the_same_groups_of_the_same_batches(beside, rewards):
+    """S2: with max_staleness=0 and the same seeds, however long each group of a step takes."""
+    in_turn, buffer_1, engine_1 = make(DropFlatGroups(), rewards=rewards, groups=4)
+    at_once, buffer_2, engine_2 = make(DropFlatGroups(), rewards=rewards, groups=4)
+    for engine, slow in ((engine_1, 1), (engine_2, 2)):
+        engine.generate = slowed(engine.generate, lambda request, slow=slow: 99 * (request % 4 == slow))
     iterator = iter(in_turn)
     beside(at_once)
     for step in range(1, 4):
@@ -124,6 +148,9 @@ def test_both_ways_train_the_same_groups(beside):
             sorted(b.sample(release=False).unbind(0), key=lambda r: int(r["rollout_id"])) for b in (buffer_2, buffer_1)
         )
         assert all((a == b).all() for a, b in zip(ours, theirs, strict=True))
+        cohorts = len(engine_1.cohorts)
+        assert engine_2.cohorts[:cohorts] == engine_1.cohorts
+        assert max(map(len, engine_1.cohorts)) == 4
         engine_1.policy_version = engine_2.policy_version = step
         buffer_1.release()
         buffer_2.release()

@@ -89,6 +89,9 @@ def test_booleans_and_tensors_are_numbers():
         ("ok", "returned a str; return a list of 2 numbers"),
         (None, "returned a NoneType"),
         (1.0, "returned a float"),
+        ({0: 1.0, 1: 0.0}, "returned a dict; return a list of 2 numbers, in order of completions"),
+        ({0.0: 1, 1.0: 0}.keys(), "returned a dict_keys"),
+        ({0.0, 1.0}, "returned a set"),
         ([1.0, "2"], "returned '2' for completion 1 of 2.*finite number, or None"),
         ([math.inf, 1.0], "returned inf for completion 0"),
         ([math.nan, 1.0], "returned nan for completion 0"),
@@ -126,3 +129,25 @@ def test_exception_of_a_function_is_raised_itself():
 def test_bad_arguments(functions, weights, error, message):
     with pytest.raises(error, match=message):
         RewardFunctions(functions, weights)
+
+
+def next_of_nothing(**_):
+    return next(iter([]))
+
+
+async def next_of_nothing_async(**_):
+    return next(iter([]))
+
+
+@pytest.mark.parametrize("function", [next_of_nothing, next_of_nothing_async, lambda **_: next_of_nothing_async()])
+def test_stop_iteration_ends_in_an_error(function):
+    """S6: no future takes a StopIteration."""
+    rewards = RewardFunctions(function)
+
+    async def scored():
+        with ThreadPoolExecutor(1) as pool:
+            return await asyncio.wait_for(rewards(["p"], ["a"], [[1]], {}, pool), 5)
+
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        asyncio.run(scored())
+    assert isinstance(caught.value.__cause__, StopIteration)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torchrl.envs.transforms import Transform
 
 from torchrl_asyncgrpo import make_replay_buffer, make_rollout
 
@@ -198,6 +199,91 @@ def test_ring_keeps_every_group_over_many_rounds():
         buffer.extend(group(i, size=1 + i % 3))
         rows = buffer.sample()
         assert ids(rows) == [i] * (1 + i % 3)
+
+
+def test_groups_behind_stale_ones_are_not_overwritten():
+    """The stale groups in the middle leave room, but not behind the last row."""
+    clock, buffer = make(batch_size=1, capacity=8)
+    buffer.extend(group(0, versions=1))
+    for i in (1, 2, 3):
+        buffer.extend(group(i))
+    clock.version = 1
+    assert buffer.can_sample()
+    assert buffer.dropped == {"stale": 3}
+    for i in (4, 5, 6):
+        buffer.extend(group(i, versions=1))
+    assert [ids(buffer.sample()) for _ in range(4)] == [[0, 0], [4, 4], [5, 5], [6, 6]]
+
+
+def test_rows_leave_with_their_group():
+    """Neither memory nor checkpoints grow with what was handed out or dropped."""
+    clock, buffer = make(batch_size=1)
+    stored = []
+
+    def look():
+        state = buffer.state_dict()
+        stored.append((len(buffer), len(state["_storage"]["_storage"]), len(state["_sampler"]["groups"])))
+
+    for i in range(4):
+        buffer.extend(group(i, versions=min(i, 1)))
+        look()
+    buffer.sample()
+    look()
+    clock.version = 1
+    buffer.extend(group(4, versions=0))
+    buffer.sample()
+    look()
+    clock.version = 2
+    buffer.can_sample()
+    look()
+    assert stored == [(2, 2, 1), (4, 4, 2), (6, 6, 3), (8, 8, 4), (6, 6, 3), (4, 4, 2), (0, 0, 0)]
+    assert buffer.write_count == 10
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, StopIteration])
+def test_groups_of_a_window_that_a_transform_raised_on_wait_on(error):
+    class Double(Transform):
+        """Changes every rollout, then raises on the first window that it sees."""
+
+        calls = 0
+
+        def forward(self, rollouts):
+            self.calls += 1
+            for rollout in rollouts.unbind(0):
+                rollout["reward"] = 2 * rollout["reward"] + 1
+            if self.calls == 1:
+                raise error("mine")
+            return rollouts
+
+    _, buffer = make(transform=Double())
+    for i in range(3):
+        buffer.extend(group(i))
+    # StopIteration would say that the source is exhausted; torchrl makes a RuntimeError of KeyboardInterrupt
+    with pytest.raises(ValueError if error is ValueError else RuntimeError):
+        buffer.sample()
+    assert buffer.waiting_group_ids == [0, 1, 2]
+    assert buffer.occupied == len(buffer.state_dict()["_sampler"]["groups"]) == 3
+    window = buffer.sample()
+    assert ids(window) == [0, 0, 1, 1]
+    assert window["reward"].tolist() == [1.0] * 4
+    assert buffer.occupied == 3
+
+
+def test_state_of_version_0_1_loads():
+    """It holds the rows of groups that were handed out, and the rows of others in the order of a ring."""
+    _, buffer = make()
+    for i in range(4):
+        buffer.extend(group(i))
+    state = buffer.state_dict()
+    groups = state["_sampler"]["groups"]
+    state["_sampler"]["groups"] = [groups[2], groups[0]]
+    _, restored = make(capacity=6)
+    restored.load_state_dict(state)
+    assert len(restored) == 4
+    restored.extend(group(4))
+    assert ids(restored.sample()) == [2, 2, 0, 0]
+    restored.extend(group(5))
+    assert ids(restored.sample()) == [4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("how", ["state_dict", "dumps"])

@@ -2,13 +2,19 @@ import pytest
 import torch
 
 from torchrl_asyncgrpo.data.schema import (
+    ENTRY_ADVANTAGE,
     ENTRY_NODE,
+    ENTRY_POLICY_VERSION,
+    ENTRY_REF_LOG_PROB,
     ENTRY_ROLLOUT,
     ENTRY_SAMPLE_LOG_PROB,
     NODE_PARENT,
     NODE_POSITION_IDS,
     NODE_SUBTREE_END,
+    ROLLOUT_ADVANTAGE,
+    ROLLOUT_LEAF,
     ROLLOUT_LENGTH,
+    ROLLOUT_POLICY_VERSION,
     WINDOW_NUM_ENTRIES,
     WINDOW_NUM_ROLLOUTS,
     TreeBatch,
@@ -18,6 +24,7 @@ from torchrl_asyncgrpo.data.schema import (
 from torchrl_asyncgrpo.packing import TreePacker
 
 MASK, LOG_PROB = [False, True, True], [0.0, -1.0, -2.0]
+FORK = [[1, 2, 3], [1, 4]]
 
 
 def test_a_rollout_holds_the_keys_of_the_contract():
@@ -117,7 +124,18 @@ def batch():
     """Nodes 0-1-2 and 1-3 of one tree, 4-5 of another; three rollouts."""
     rows = [[1, 2, 3], [1, 2, 4], [5, 6]]
     (batch,) = TreePacker()(
-        [make_rollout(r, [False] + [True] * (len(r) - 1), [-1.0] * len(r), group_id=0) for r in rows]
+        [
+            make_rollout(
+                r,
+                [False] + [True] * (len(r) - 1),
+                [-1.0] * len(r),
+                ref_log_prob=[-1.0] * len(r),
+                advantage=[float(i) for i in range(len(r))],
+                policy_version=[9, 3, 4][: len(r)],
+                group_id=0,
+            )
+            for r in rows
+        ]
     )
     return batch
 
@@ -145,12 +163,24 @@ def test_a_tree_batch_passes_through_tensordict_operations(batch):
         (NODE_SUBTREE_END, 2, 2),
         (NODE_SUBTREE_END, 2, 4),
         (NODE_SUBTREE_END, 0, 3),
+        (NODE_SUBTREE_END, 0, 5),
+        (NODE_SUBTREE_END, 4, 5),
         (ENTRY_NODE, 0, 6),
         (ENTRY_NODE, 0, -1),
         (ENTRY_NODE, 0, 0),
+        (ENTRY_NODE, 0, 5),
+        (ENTRY_NODE, 0, 2),
+        (ENTRY_NODE, 3, 2),
         (ENTRY_ROLLOUT, 4, 3),
         (ENTRY_ROLLOUT, 4, 0),
         (ENTRY_SAMPLE_LOG_PROB, 1, float("nan")),
+        (ENTRY_REF_LOG_PROB, 1, float("nan")),
+        (ENTRY_ADVANTAGE, 1, float("inf")),
+        (ENTRY_POLICY_VERSION, 4, 2),
+        (ROLLOUT_POLICY_VERSION, 0, 4),
+        (ROLLOUT_ADVANTAGE, 2, float("nan")),
+        (ROLLOUT_LEAF, 0, 1),
+        (ROLLOUT_LEAF, 1, 2),
         (ROLLOUT_LENGTH, 0, 3),
         (WINDOW_NUM_ENTRIES, (), 4),
         (WINDOW_NUM_ROLLOUTS, (), 2),
@@ -160,3 +190,23 @@ def test_validate_refuses_a_broken_batch(batch, key, at, value):
     batch[key][at] = value
     with pytest.raises(ValueError, match="TreeBatch"):
         batch.validate()
+
+
+def test_validate_names_a_node_in_the_subtree_of_another():
+    """Attention would run from a node to one that is not on its path."""
+    (batch,) = TreePacker()([make_rollout(row, MASK[: len(row)], LOG_PROB[: len(row)], group_id=0) for row in FORK])
+    batch[NODE_SUBTREE_END][1] = 4
+    with pytest.raises(ValueError, match=r"'subtree_end'\) .* index 3: a node lies in the subtrees of its ancestors"):
+        batch.validate()
+
+
+def test_validate_refuses_a_rollout_without_a_trained_token(batch):
+    batch[ENTRY_ROLLOUT][4] = 0
+    batch[ROLLOUT_LENGTH][:] = torch.bincount(batch[ENTRY_ROLLOUT], minlength=3)
+    with pytest.raises(ValueError, match=r"'length'\) .* index 2: a rollout without a trained token"):
+        batch.validate()
+
+
+def test_what_is_optional_may_be_missing(batch):
+    del batch[ROLLOUT_LEAF], batch[ENTRY_REF_LOG_PROB], batch[ENTRY_ADVANTAGE]
+    batch.validate()

@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_asyncgrpo.data.replay_buffer import make_replay_buffer
-from torchrl_asyncgrpo.data.schema import ENTRY_NODE, KEPT_ENTRY, KEPT_TOKEN, make_rollout
+from torchrl_asyncgrpo.data.schema import KEPT_ENTRY, KEPT_TOKEN, NODE_INPUT_IDS, make_rollout
 from torchrl_asyncgrpo.packing import TreePacker
 
 
@@ -106,7 +106,7 @@ def test_a_packed_batch_with_kept_sets_is_valid_and_stays_one(batch):
         (KEPT_TOKEN, 0, -1, "0 or more"),
         (KEPT_TOKEN, 5, 3, "each once"),
         (KEPT_TOKEN, 0, 0, "own kept set"),
-        (ENTRY_NODE, 0, 2, "own kept set"),
+        (NODE_INPUT_IDS, 1, 63, "own kept set"),
     ],
 )
 def test_validate_refuses_broken_kept_sets(batch, key, at, value, rule):

@@ -198,6 +198,14 @@ def test_an_error_while_decoding_reaches_every_request_of_its_cohort_and_no_othe
     assert len(sample(engine, [[1]], PARAMS)) == 1
 
 
+def test_stop_iteration_while_decoding_reaches_the_request(engine):
+    """No future takes a StopIteration."""
+    engine._model.register_forward_pre_hook(lambda *_: next(iter([])))
+    with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+        asyncio.run(asyncio.wait_for(engine.generate([1], PARAMS), 5))
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
 def test_weights_that_give_no_distribution_are_reported(engine):
     with torch.no_grad():
         engine._model.transformer.ln_f.weight.fill_(float("nan"))

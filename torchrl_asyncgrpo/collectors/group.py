@@ -49,7 +49,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, draw: PromptDraw, max_leng
 
 
 def request_seed(seed: int, group_id: int) -> int:
-    """Seed of a group's request, derived so that groups, runs and engines do not repeat each other's samples."""
+    """Seed of a group's request, derived so that groups, runs and engines do not repeat each other's samples.
+
+    Raises:
+        ValueError: if ``seed`` is negative or not whole.
+    """
+    if not (seed >= 0 and seed % 1 == 0):
+        raise ValueError(f"seed={seed}; the seed of a collector is a whole number from 0 on.")
     return int(np.random.SeedSequence([seed, group_id]).generate_state(1, np.uint64)[0] >> 1)
 
 

@@ -45,7 +45,8 @@ class AsyncLLMCollector(BaseCollector):
     ``(max_staleness + 1) · groups_per_step`` groups are running, waiting in the buffer, or handed out and not
     released. Iterating instead collects ``groups_per_step`` groups per item, in the caller's turn, and yields None
     where there is a replay buffer (the groups are in it), else a lazy stack of rollouts. In place of a group that is
-    dropped, here or by a transform of the buffer as it is written, a further prompt is drawn.
+    dropped, here or by a transform of the buffer as it is written, a further prompt is drawn: at once, or, in turn and
+    with ``max_staleness=0``, when every group that runs is finished.
 
     A group whose completions fail for good is scored from the survivors when there are two or more, else dropped;
     ``counters`` says how often and why. Any exception, of a reward function or of the engine, ends the collection
@@ -66,7 +67,7 @@ class AsyncLLMCollector(BaseCollector):
         advantage_per_reward: give ``advantage`` the rewards [G, K] of every function, NaN where it did not score,
             not weighted, instead of their weighted sums, which remain the ``reward`` of the rollouts.
         mask_truncated: leave completions that ended for lack of room out of the loss.
-        seed: seed of sampling; group ``g`` draws from a stream derived from ``(seed, g)``.
+        seed: seed of sampling, >= 0; group ``g`` draws from a stream derived from ``(seed, g)``.
 
     Raises:
         ValueError: if an argument is out of range, the engine refuses the sampling parameters, a prompt leaves
@@ -107,7 +108,7 @@ class AsyncLLMCollector(BaseCollector):
         self.advantage = advantage
         self.advantage_per_reward = advantage_per_reward
         self.mask_truncated = mask_truncated
-        self.seed = seed
+        self.set_seed(seed)
         self.counters: Counter[str] = Counter()
         self.init_random_frames = 0
         self._repeat: list[PromptDraw] = []
@@ -176,12 +177,10 @@ class AsyncLLMCollector(BaseCollector):
                         missing -= 1
         return rollouts
 
-    def _finish_in_turn(self, loop: asyncio.AbstractEventLoop, free_slots: int) -> list[FinishedGroup]:
-        """Groups in the order of their draws, as many with rollouts as there are slots, unless the source ends."""
+    def _finish_in_turn(self, loop: asyncio.AbstractEventLoop, slots: int) -> list[FinishedGroup]:
+        """Groups in the order of their draws, as many as there are slots, unless the source ends."""
         finished: list[FinishedGroup] = []
-        main = loop.create_task(
-            self._collect(lambda: free_slots - sum(bool(g.rollouts) for g in finished), finished.append, in_turn=True)
-        )
+        main = loop.create_task(self._collect(lambda: slots - len(finished), finished.append, in_turn=True))
         try:
             loop.run_until_complete(main)
         finally:
@@ -228,7 +227,11 @@ class AsyncLLMCollector(BaseCollector):
         Args:
             seed: the seed.
             static_seed: return ``seed`` itself instead of one for the caller to go on with.
+
+        Raises:
+            ValueError: if ``seed`` is negative or not whole.
         """
+        request_seed(seed, group_id=0)
         self.seed = seed
         return seed if static_seed else seed + 1
 
@@ -293,8 +296,10 @@ class AsyncLLMCollector(BaseCollector):
         try:
             while True:
                 self._wake.clear()
-                # Groups admitted in one tick of the loop reach the engine as one batch.
-                while len(running) < free_slots() and (draw := self._draw()) is not None:
+                # Groups admitted in one tick of the loop reach the engine as one batch. On-policy, those in place of
+                # dropped ones wait for the rest of their round, as in turn: the same batches give the same bits.
+                in_time = self.max_staleness > 0 or not running
+                while in_time and len(running) < free_slots() and (draw := self._draw()) is not None:
                     running.append(asyncio.create_task(self._sample_group(draw, scoring)))
                 if not running and (in_turn or self._exhausted):
                     return

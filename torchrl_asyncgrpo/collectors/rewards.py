@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from typing import Any
 
@@ -94,8 +94,9 @@ class RewardFunctions:
             [G, K] rewards, not weighted; NaN where a function did not score a completion.
 
         Raises:
-            ValueError: if a function returns another number of values, or a value that is not a finite number or None.
-            Exception: whatever a function raised.
+            ValueError: if a function returns no list, or one of another length, or a value that is not a finite
+                number or None.
+            Exception: whatever a function raised; a ``RuntimeError`` in place of ``StopIteration``, as in coroutines.
         """
         arguments = {**columns, "prompts": list(prompts), "completions": list(completions)}
         arguments["completion_ids"] = [list(ids) for ids in completion_ids]
@@ -104,7 +105,7 @@ class RewardFunctions:
             if inspect.iscoroutinefunction(function):
                 values = await function(**arguments)
             else:
-                call = functools.partial(function, **arguments)
+                call = functools.partial(_call, function, arguments)
                 values = await asyncio.get_running_loop().run_in_executor(executor, call)
                 if inspect.isawaitable(values):  # an object with an async __call__, or a function that returns one
                     values = await values
@@ -112,12 +113,30 @@ class RewardFunctions:
         return [list(row) for row in zip(*by_function, strict=True)]
 
 
+def _call(function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
+    """Call a function in a thread; asyncio never ends the future of one that raises ``StopIteration``."""
+    try:
+        return function(**arguments)
+    except StopIteration as stop:
+        raise RuntimeError(
+            f"reward function {_name(function)!r} raised StopIteration: an iterator in it ended. Give next() a "
+            "default, or catch StopIteration there."
+        ) from stop
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
 def _checked(function: RewardFunction, values: Any, count: int) -> list[float]:
     """Values of a function as finite numbers, NaN where it returned None."""
-    name = getattr(function, "__name__", repr(function))
-    if isinstance(values, (str, bytes)) or not isinstance(values, Collection):
+    name = _name(function)
+    # a mapping would be read by its keys, a set in any order
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Collection):
         kind = type(values).__name__
-        raise ValueError(f"reward function {name!r} returned a {kind}; return a list of {count} numbers.")
+        raise ValueError(
+            f"reward function {name!r} returned a {kind}; return a list of {count} numbers, in order of completions."
+        )
     if len(values) != count:
         raise ValueError(
             f"reward function {name!r} returned {len(values)} values for {count} completions; return a list of {count}."

@@ -2,90 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.data.replay_buffers.storages import Storage
 from torchrl.envs.transforms import Transform
 
 from torchrl_asyncgrpo.data import schema
 from torchrl_asyncgrpo.data.group_filters import GroupFilter
-
-
-@dataclass
-class WaitingGroup:
-    """A group in storage that was not handed out yet."""
-
-    group_id: int
-    indices: list[int]
-    oldest_version: int
-
-
-class WholeGroupSampler(Sampler):
-    """Draw whole groups in the order they were written, each once; drop those that became too stale.
-
-    Staleness is the current policy version minus that of the oldest trained token of the group, checked for the
-    group as a whole when it is drawn.
-
-    Args:
-        max_staleness: highest staleness that is handed out, >= 0; None for no limit.
-        current_version: returns the policy version that staleness is measured from.
-    """
-
-    def __init__(self, max_staleness: int | None, current_version: Callable[[], int]) -> None:
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError(f"max_staleness={max_staleness}; use 0 for on-policy, a positive number, or None.")
-        self.max_staleness = max_staleness
-        self.current_version = current_version
-        self.groups: deque[WaitingGroup] = deque()
-
-    def drop_stale(self) -> list[WaitingGroup]:
-        """Remove and return the waiting groups that may no longer be handed out."""
-        if self.max_staleness is None:
-            return []
-        oldest = self.current_version() - self.max_staleness
-        stale = [group for group in self.groups if group.oldest_version < oldest]
-        if stale:
-            self.groups = deque(group for group in self.groups if group.oldest_version >= oldest)
-        return stale
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Draw up to ``batch_size`` groups; returns the storage indices of their rollouts and the groups' ids."""
-        drawn = [self.groups.popleft() for _ in range(min(batch_size, len(self.groups)))]
-        index = torch.tensor([i for group in drawn for i in group.indices], dtype=torch.long)
-        return index, {schema.GROUP_ID: torch.tensor([group.group_id for group in drawn])}
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether ``batch_size`` groups wait."""
-        return len(self.groups) >= batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        """Waiting groups as plain lists."""
-        return {"groups": [[group.group_id, group.oldest_version, *group.indices] for group in self.groups]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the waiting groups."""
-        self.groups = deque(
-            WaitingGroup(int(group_id), [int(i) for i in indices], int(oldest))
-            for group_id, oldest, *indices in state_dict["groups"]
-        )
-
-    def dumps(self, path: str | Path) -> None:
-        """Nothing to do: the buffer saves the state of its sampler together with the storage."""
-
-    def loads(self, path: str | Path) -> None:
-        """Nothing to do, like ``dumps``."""
-
-    def _empty(self) -> None:
-        self.groups.clear()
+from torchrl_asyncgrpo.data.group_sampler import WaitingGroup, WholeGroupSampler
 
 
 class GroupReplayBuffer(ReplayBuffer):
@@ -93,8 +24,9 @@ class GroupReplayBuffer(ReplayBuffer):
 
     ``extend`` takes the rollouts of whole groups. ``sample`` blocks until ``batch_size`` groups wait, drops stale
     ones, and returns their rollouts as one lazy stack. A group that was handed out counts as ``occupied`` until
-    ``release``: the next ``sample`` releases it, or the trainer does as soon as it moved on. Thread-safe for many
-    writers and one reader.
+    ``release``: the next ``sample`` releases it, or the trainer does as soon as it moved on. Storage, and a checkpoint,
+    hold the rollouts of the groups that wait and no others; their indices change whenever groups leave. Thread-safe
+    for many writers and one reader.
 
     Attributes:
         dropped: groups that were not handed out, by reason: ``"stale"``, ``"emptied"``, the reasons of filters, and
@@ -139,7 +71,7 @@ class GroupReplayBuffer(ReplayBuffer):
             update_priority: not used; here for the signature of torchrl.
 
         Returns:
-            Storage indices of the rollouts that were written.
+            Storage indices of the rollouts that were written, good until groups leave.
 
         Raises:
             RuntimeError: if they do not fit beside the rollouts that wait, or a filter gives up. Nothing is written or
@@ -151,10 +83,9 @@ class GroupReplayBuffer(ReplayBuffer):
             return torch.empty(0, dtype=torch.long)
         with self._changed:
             rollouts, dropped, cut = self._transformed(rollouts)
-            waiting = sum(len(group.indices) for group in self._sampler.groups)
-            if waiting + len(rollouts) > self.capacity:
+            if len(self) + len(rollouts) > self.capacity:
                 raise RuntimeError(
-                    f"{len(rollouts)} rollouts do not fit: {waiting} wait and the capacity is {self.capacity}. Raise "
+                    f"{len(rollouts)} rollouts do not fit: {len(self)} wait and the capacity is {self.capacity}. Raise "
                     "capacity in make_replay_buffer, or let the collector's slots hold the groups back."
                 )
             index = self._extend(rollouts) if rollouts else torch.empty(0, dtype=torch.long)
@@ -219,7 +150,8 @@ class GroupReplayBuffer(ReplayBuffer):
         Raises:
             TimeoutError: if the groups do not arrive within ``timeout`` seconds.
             StopIteration: if the source is exhausted and no group is left.
-            BaseException: the failure that closed the buffer, itself.
+            BaseException: the failure that closed the buffer, itself; or what a transform raised, and its groups wait
+                as before.
         """
         groups = self._batch_size if batch_size is None else batch_size
         if groups < 1:
@@ -236,9 +168,36 @@ class GroupReplayBuffer(ReplayBuffer):
                 raise self._failure
             if not self._sampler.groups:
                 raise StopIteration("the prompt source is exhausted and every group was handed out.")
-            self._handed_out += min(groups, len(self._sampler.groups))
-            data, info = self._sample(groups)
+            data, info = self._hand_out(groups)
             return (data, info) if return_info else data
+
+    def _hand_out(self, groups: int) -> tuple[Any, dict[str, Any]]:
+        """Draw the next groups and free their rows; where a transform raises, they wait on as they were."""
+        waiting = self._sampler.groups
+        drawn = [i for group in itertools.islice(waiting, groups) for i in group.indices]
+        rows = [self._storage[i].copy() for i in drawn]
+        self._sampler.groups = waiting.copy()
+        try:
+            data, info = self._sample(groups)
+        except BaseException as failure:
+            self._sampler.groups = waiting
+            self._storage[drawn] = rows
+            if isinstance(failure, StopIteration):  # to a reader, the end of the source
+                raise RuntimeError("a transform of the replay buffer raised StopIteration.") from failure
+            raise
+        self._handed_out += len(waiting) - len(self._sampler.groups)
+        self._free_rows()
+        return data, info
+
+    def _free_rows(self) -> None:
+        """Keep the rows of the waiting groups alone, and write behind them."""
+        rows: list[TensorDictBase] = []
+        for group in self._sampler.groups:
+            first = len(rows)
+            rows += [self._storage[i] for i in group.indices]
+            group.indices = list(range(first, len(rows)))
+        self._storage[:] = rows
+        self._writer._cursor = len(rows) % self.capacity
 
     def _ready(self, groups: int) -> bool:
         self._drop_stale()
@@ -246,6 +205,7 @@ class GroupReplayBuffer(ReplayBuffer):
 
     def _drop_stale(self) -> None:
         if stale := self._sampler.drop_stale():
+            self._free_rows()
             self._drop("stale", len(stale))
 
     def __iter__(self) -> Iterator[TensorDictBase]:
@@ -325,6 +285,7 @@ class GroupReplayBuffer(ReplayBuffer):
         """Restore ``state_dict``."""
         with self._changed:
             super().load_state_dict(state_dict)
+            self._free_rows()  # those of version 0.1 held what was handed out too
             self.dropped = Counter(state_dict["dropped"])
             self.cut = Counter(state_dict.get("cut", {}))
             self._handed_out = 0

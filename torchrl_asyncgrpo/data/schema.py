@@ -331,17 +331,21 @@ class TreeBatch(TypedTensorDict):
             NODE_SUBTREE_END,
             "a subtree lies inside its parent's: nodes are in depth-first pre-order",
         )
-        next_is_child_T = torch.ones_like(root_T)
-        next_is_child_T[:-1] = (end_T[:-1] == index_T[1:]) | (parent_T[1:] == index_T[:-1])
-        _require(next_is_child_T, NODE_SUBTREE_END, "a node's first child follows it, or its subtree ends")
+        ended_T = torch.bincount(end_T, minlength=T + 1).cumsum(0)[:T]
+        _require(depth_T == index_T - ended_T, NODE_SUBTREE_END, "a node lies in the subtrees of its ancestors alone")
         node_L, rollout_L = self[ENTRY_NODE], self[ENTRY_ROLLOUT]
         _require((node_L >= 0) & (node_L < T), ENTRY_NODE, f"an entry points at one of the {T} nodes")
         S = self.num_rollouts
         _require((rollout_L >= 0) & (rollout_L < S), ENTRY_ROLLOUT, f"an entry belongs to one of the {S} rollouts")
         _require(~root_T[node_L], ENTRY_NODE, "a root has no parent that could predict it and cannot be trained")
-        _require(torch.isfinite(self[ENTRY_SAMPLE_LOG_PROB]), ENTRY_SAMPLE_LOG_PROB, "log-probs of entries are finite")
+        for key in (ENTRY_SAMPLE_LOG_PROB, ENTRY_REF_LOG_PROB, ENTRY_PROXIMAL_LOG_PROB, ENTRY_ADVANTAGE):
+            if key in self.keys(True):
+                _require(torch.isfinite(self[key]), key, "log-probs and advantages are finite")
+        _require(torch.isfinite(self[ROLLOUT_ADVANTAGE]), ROLLOUT_ADVANTAGE, "advantages are finite")
         length_S = torch.bincount(rollout_L, minlength=S)
         _require(length_S == self[ROLLOUT_LENGTH], ROLLOUT_LENGTH, "length counts the entries of the rollout")
+        _require(length_S > 0, ROLLOUT_LENGTH, "a rollout without a trained token is in no micro-batch")
+        self._validate_paths(end_T, node_L, rollout_L)
         _require(
             (self[WINDOW_NUM_ENTRIES] >= self.num_entries)[None], WINDOW_NUM_ENTRIES, "a window holds its micro-batches"
         )
@@ -349,6 +353,18 @@ class TreeBatch(TypedTensorDict):
         if "kept" in self.keys():
             self._validate_kept(self[NODE_INPUT_IDS][node_L])
         return self
+
+    def _validate_paths(self, end_T: Tensor, node_L: Tensor, rollout_L: Tensor) -> None:
+        """Check that the entries of a rollout are on one path, each once, and agree with the table of rollouts."""
+        last_S = node_L.new_full((self.num_rollouts,), -1).scatter_reduce(0, rollout_L, node_L, "amax")
+        _require(last_S[rollout_L] < end_T[node_L], ENTRY_NODE, "the entries of a rollout are nodes of one path")
+        _, pair_L, count = (rollout_L * self.num_nodes + node_L).unique(return_inverse=True, return_counts=True)
+        _require(count[pair_L] == 1, ENTRY_NODE, "a rollout trains a node once")
+        if ROLLOUT_LEAF in self.keys(True):
+            _require(last_S == self[ROLLOUT_LEAF], ROLLOUT_LEAF, "a rollout ends at the last node that it trains")
+        version_S = self[ROLLOUT_POLICY_VERSION]
+        oldest_S = version_S.scatter_reduce(0, rollout_L, self[ENTRY_POLICY_VERSION], "amin", include_self=False)
+        _require(version_S == oldest_S, ROLLOUT_POLICY_VERSION, "it is the version of the oldest trained token")
 
     def _validate_kept(self, token_L: Tensor) -> None:
         entry_K, kept_K, L = self[KEPT_ENTRY], self[KEPT_TOKEN], self.num_entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -16,16 +17,16 @@ class SamplingParams:
     Args:
         max_tokens: most tokens of a completion, >= 1; the engine shortens it to what its context leaves.
         n: completions of the request, >= 1: the group.
-        temperature: > 0. Log-probs are reported at this temperature, and the trainer must use the same.
+        temperature: > 0, finite. Log-probs are reported at this temperature, and the trainer must use the same.
         seed: seed of the request; completion ``i`` of it draws from a stream derived from ``(seed, i)``.
             None draws a fresh seed.
         stop_token_ids: token ids that end a completion, in addition to the model's own end tokens. The end
             token is part of the completion and is trained.
         ignore_eos: sample on to ``max_tokens`` whatever is drawn.
-        top_p: nucleus sampling; only 1.0 unless the engine reports the kept set.
-        top_k: only 0 (off) unless the engine reports the kept set.
-        min_p: only 0.0 unless the engine reports the kept set.
-        repetition_penalty: only 1.0: the trainer's distribution has no penalty.
+        top_p: nucleus sampling, in (0, 1]; only 1.0 unless the engine reports the kept set.
+        top_k: most likely tokens that are kept, 0 or -1 for all; only these two unless the engine reports the kept set.
+        min_p: in [0, 1]; only 0.0 unless the engine reports the kept set.
+        repetition_penalty: > 0, finite; only 1.0: the trainer's distribution has no penalty.
 
     Raises:
         ValueError: if a value is outside its range, naming value, range and remedy.
@@ -43,9 +44,17 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, low in (("max_tokens", 1), ("n", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name}={getattr(self, name)}; it must be at least {low}.")
+        for name, holds, limits in (
+            ("max_tokens", _whole(self.max_tokens, 1), "it must be at least 1, and whole"),
+            ("n", _whole(self.n, 1), "it must be at least 1, and whole"),
+            ("temperature", self.temperature < math.inf, "give a finite number above 0"),
+            ("top_p", 0 < self.top_p <= 1, "it lies in (0, 1], and 1 keeps every token"),
+            ("top_k", _whole(self.top_k, -1), "give a whole number of tokens, or 0 to keep every token"),
+            ("min_p", 0 <= self.min_p <= 1, "it lies in [0, 1], and 0 keeps every token"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "give a finite number above 0; 1 for none"),
+        ):
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)}; {limits}.")
         if not self.temperature > 0:
             raise ValueError(
                 f"temperature={self.temperature}; training needs a temperature above 0: greedy decoding has no "
@@ -56,6 +65,10 @@ class SamplingParams:
     def keeps_whole_vocabulary(self) -> bool:
         """True when nothing truncates or reshapes the distribution, so that log-probs are the policy's own."""
         return self.top_p == 1.0 and self.top_k <= 0 and self.min_p == 0.0 and self.repetition_penalty == 1.0
+
+
+def _whole(value: float, low: int) -> bool:
+    return value >= low and value % 1 == 0
 
 
 @dataclass

@@ -51,7 +51,10 @@ class Request:
         self._settle(lambda: self.future.set_result(self.completions))
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` where the request is awaited, from any thread."""
+        """Raise ``error`` where the request is awaited, from any thread; ``StopIteration`` as a ``RuntimeError``."""
+        if isinstance(error, StopIteration):  # no future takes it, so that the request would be awaited for ever
+            stop, error = error, RuntimeError("the model raised StopIteration while the engine was decoding.")
+            error.__cause__ = stop
         self._settle(lambda: self.future.set_exception(error))
 
     def cancel(self) -> None:

@@ -140,8 +140,6 @@ class VLLMEngine:
                 f"repetition_penalty={params.repetition_penalty}; the trainer's distribution has no penalty, so that "
                 "the importance ratio of unchanged weights would not be 1. Leave it at 1.0."
             )
-        if not 0.0 < params.top_p <= 1.0 or not 0.0 <= params.min_p <= 1.0:
-            raise ValueError(f"top_p={params.top_p}, min_p={params.min_p}; top_p lies in (0, 1], min_p in [0, 1].")
         if self.server.returns_sampling_mask and params.top_k < 1:
             raise ValueError(
                 f"top_k={params.top_k}; a server with --return-sampling-mask takes no request without a top_k of at "

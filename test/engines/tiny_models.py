@@ -5,10 +5,12 @@ import asyncio
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    HrmTextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -42,6 +44,9 @@ _CONFIGS = {
     "gemma2": lambda: Gemma2Config(**_WIDTHS, **_SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
     "gemma3": lambda: Gemma3TextConfig(**_WIDTHS, **_SLIDING),
     "gpt_oss": lambda: GptOssConfig(**_WIDTHS, **_SLIDING, num_local_experts=2, num_experts_per_tok=1),
+    # both call attention more than once for one layer_idx: in a layer, and in a loop over the layers
+    "diffllama": lambda: DiffLlamaConfig(**{**_WIDTHS, "head_dim": 6}),
+    "hrm_text": lambda: HrmTextConfig(**_WIDTHS, H_cycles=2, L_cycles=2),
 }
 KINDS = list(_CONFIGS)
 

@@ -21,7 +21,6 @@ Partial = tuple[Tensor, Tensor]
 class _Pass(Protocol):
     def attend(
         self,
-        layer_index: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -66,7 +65,6 @@ def group_attention(
             "TransformersEngine decodes causal attention only."
         )
     out_BQHD = cache.attend(
-        module.layer_idx,  # type: ignore[arg-type]
         query_BHQD,
         key_BKQD,
         value_BKQD,

@@ -297,6 +297,20 @@ def test_a_limit_that_the_model_has_not_is_refused(max_length):
         TransformersEngine(tiny_model(), max_length=max_length)
 
 
+def test_rope_that_depends_on_the_length_is_decoded_within_its_original_one(engine_of):
+    factors = dict(short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
+    longrope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16, **factors)
+    model = tiny_model("llama", rope_parameters=longrope)
+    engine = engine_of(model)
+    assert engine.max_length == 16
+    prompts = prompts_of(3, 9)
+    groups = sample(engine, prompts, SamplingParams(max_tokens=30, n=2, seed=0, ignore_eos=True))
+    assert len(groups[0][0].token_ids) == 13
+    assert largest_error(model, prompts, groups) < 1e-5
+    with pytest.raises(ValueError, match="17 tokens is longer than the 16 .*'longrope' of model type 'llama'"):
+        TransformersEngine(model, max_length=17)
+
+
 def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
     from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
 

@@ -35,7 +35,7 @@ _WIDTHS = dict(
 )
 _SLIDING = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 _CONFIGS = {
-    "llama": lambda: LlamaConfig(**_WIDTHS),
+    "llama": lambda **changes: LlamaConfig(**_WIDTHS, **changes),
     "qwen3": lambda: Qwen3Config(**_WIDTHS, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=64, eos_token_id=0, bos_token_id=0
@@ -54,11 +54,11 @@ KINDS = list(_CONFIGS)
 _NOT_IN_SDPA = {"gemma2", "gpt_oss"}
 
 
-def tiny_model(kind="gpt2", dtype=torch.float64, seed=0):
+def tiny_model(kind="gpt2", dtype=torch.float64, seed=0, **changes):
     """A model whose tokens are far from equally likely, with attention of transformers that is exact for its kind."""
     torch.manual_seed(seed)
     attention = "eager" if kind in _NOT_IN_SDPA else "sdpa"
-    config = _CONFIGS[kind]()
+    config = _CONFIGS[kind](**changes)
     # The grouped matrix products of experts know no float64.
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)

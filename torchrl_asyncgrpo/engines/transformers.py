@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.adapters import bits_outside_parameters, is_plain, keep_bits, plain_copy, unwrapped
 from torchrl_asyncgrpo.data.end_tokens import end_token_ids
+from torchrl_asyncgrpo.data.rope_length import check_rope_length, rope_limits
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
 from torchrl_asyncgrpo.engines.group_attention import GROUP_ATTENTION
@@ -43,7 +44,8 @@ class TransformersEngine:
         copy_weights: True gives the engine its own parameters, with adapters merged into them and quantised ones
             written out. False shares the model's own (``shares_weights``), adapters and all: no pushes are needed and
             none is accepted, but no step may run while they are being written, and they may only be written in place.
-        max_length: most tokens of prompt and completion together; None is the model's own limit.
+        max_length: most tokens of prompt and completion together; None is the model's own limit, with RoPE of a type
+            that depends on the length ("longrope", "dynamic") its original one, beyond which nothing is exact.
         seed: seed of the requests that bring none; each gets its own, derived from ``seed``, how many came before, and
             its prompt. None seeds from the operating system.
 
@@ -288,12 +290,14 @@ def _check_model(model: PreTrainedModel) -> None:
 
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = limit if max_length is None else max_length
-    if asked is None:
+    if max_length is None and limit is not None:
+        max_length = min([limit, *(length for _, length in rope_limits(model.config))])
+    if max_length is None:
         raise ValueError(f"{type(model).__name__} has no max_position_embeddings; pass max_length.")
-    if asked < 2 or (limit is not None and asked > limit):
-        raise ValueError(f"max_length={asked}; it must be between 2 and the model's limit of {limit} tokens.")
-    return asked
+    if max_length < 2 or (limit is not None and max_length > limit):
+        raise ValueError(f"max_length={max_length}; it must be between 2 and the model's limit of {limit} tokens.")
+    check_rope_length(model.config, max_length)
+    return max_length
 
 
 def _decoding_copy(model: PreTrainedModel, copy_weights: bool) -> PreTrainedModel:

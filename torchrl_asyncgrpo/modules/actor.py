@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.adapters import check_adapters, has_quantized_layers, keep_bits, leave_out_of_state, unwrapped
 from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.data.rope_length import check_rope_length
 from torchrl_asyncgrpo.kernels.heap import release_free_pages
 from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
 from torchrl_asyncgrpo.modules.checkpoint import check_not_offloaded
@@ -141,7 +142,8 @@ class TreeActor(TensorDictModuleBase):
             The same batch.
 
         Raises:
-            ValueError: if a kept token is not in the model's vocabulary.
+            ValueError: if a kept token is not in the model's vocabulary, or a rollout is longer than a RoPE type that
+                depends on the length ("longrope", "dynamic") allows.
         """
         input_ids_T = tensordict[schema.NODE_INPUT_IDS]
         if input_ids_T.device.type == "cpu":
@@ -190,6 +192,8 @@ class TreeActor(TensorDictModuleBase):
 
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
         """Final hidden states of all nodes, [T, D], as the head reads them; writes ``node.router_logits`` if asked."""
+        # before the forward: transformers keeps the frequencies of a long sequence
+        check_rope_length(self.model.config, tensordict[schema.NODE_POSITION_IDS].max() + 1)
         options = {"output_router_logits": True} if self.router_logits else {}
         output = self.model.base_model(
             input_ids=tensordict[schema.NODE_INPUT_IDS][None], **self.model_inputs(tensordict), **options

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from torchrl_asyncgrpo.data.rope_length import check_rope_length
 from torchrl_asyncgrpo.modules.tree_attention import workers
 from torchrl_asyncgrpo.modules.tree_attention.features import BACKENDS, check_features, refuse
 from torchrl_asyncgrpo.modules.tree_attention.flex import tree_flex_attention
@@ -143,6 +144,7 @@ def _check_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: A
         raise ValueError(
             f"The layout is on {tree.device} and the model on {query.device}; build it on the model's device."
         )
+    check_rope_length(config, tree.max_depth + 1)
 
 
 def _check_layer(

@@ -312,7 +312,7 @@ def test_rope_that_depends_on_the_length_is_decoded_within_its_original_one(engi
 
 
 def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
-    from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+    from transformers import AutoModelForCausalLM, DogeConfig, MambaConfig, NemotronConfig, Qwen3NextConfig
 
     mamba = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=5))
     with pytest.raises(ValueError, match="MambaForCausalLM"):
@@ -321,3 +321,11 @@ def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
     hybrid.config.layer_types = Qwen3NextConfig().layer_types
     with pytest.raises(ValueError, match="linear_attention"):
         TransformersEngine(hybrid)
+    small = dict(vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    small |= dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    for config, message in (
+        (DogeConfig(**small), "DogeAttention brings its own attention mask.*VLLMEngine"),
+        (NemotronConfig(**small), "NemotronAttention does not pass keyword arguments on.*VLLMEngine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TransformersEngine(AutoModelForCausalLM.from_config(config))

@@ -6,7 +6,16 @@ import pytest
 import torch
 from fakes import VOCABULARY, tiny_gpt2, tiny_moe, tiny_qwen3
 from torch import nn
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DogeConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    NemotronConfig,
+    Phi3Config,
+)
 
 from torchrl_asyncgrpo import FlatPacker, PaddingFreeActor, TreeActor, TreePacker, make_rollout, unpack
 
@@ -230,6 +239,22 @@ def test_rope_that_depends_on_the_longest_rollout_runs_within_its_original_lengt
     assert ours.keys() == expected.keys()
     for key, values in expected.items():
         torch.testing.assert_close(torch.stack(ours[key]), torch.stack(values).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DogeConfig(**SMALL), "DogeForCausalLM fails over a tree .*size.*FlatPacker and PaddingFreeActor"),
+        (NemotronConfig(**SMALL), "'nemotron' does not pass keyword arguments on to its attention function"),
+    ],
+    ids=["mask of its own", "no keyword arguments"],
+)
+def test_model_that_does_not_hand_the_tree_on_is_refused_at_construction(config, message):
+    model = AutoModelForCausalLM.from_config(config).train()
+    with pytest.raises(ValueError, match=message):
+        TreeActor(model)
+    assert all(module.training for module in model.modules())
+    PaddingFreeActor(model)
 
 
 def test_router_logits_are_not_written_unless_asked_for():

@@ -40,7 +40,7 @@ def group_attention(
     value_BKQD: Tensor,
     attention_mask: Tensor | None,
     *,
-    cache: _Pass,
+    cache: _Pass | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -57,12 +57,18 @@ def group_attention(
         s_aux: [H] attention sinks, extra logits in the denominator.
 
     Raises:
-        ValueError: for what it cannot honour: a mask or bias of the model's own, or attention to later tokens.
+        ValueError: for what it cannot honour: a mask or bias of the model's own, or attention to later tokens; or if
+            the model does not pass ``cache`` on.
     """
+    if cache is None:
+        raise ValueError(
+            f"{type(module).__name__} does not pass keyword arguments on to its attention function; TransformersEngine "
+            "cannot decode it. Serve the model with VLLMEngine."
+        )
     if attention_mask is not None or position_bias is not None or is_causal is False:
         raise ValueError(
             f"{type(module).__name__} brings its own attention mask or position bias, or attends to later tokens; "
-            "TransformersEngine decodes causal attention only."
+            "TransformersEngine decodes causal attention only. Serve the model with VLLMEngine."
         )
     out_BQHD = cache.attend(
         query_BHQD,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,6 +22,7 @@ from torchrl_asyncgrpo.data.rope_length import check_rope_length, rope_limits
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
 from torchrl_asyncgrpo.engines.group_attention import GROUP_ATTENTION
+from torchrl_asyncgrpo.engines.group_cache import GroupCache, PromptPass
 from torchrl_asyncgrpo.engines.weight_slots import WeightSlots
 from torchrl_asyncgrpo.kernels.linear import use_onednn
 
@@ -74,6 +76,7 @@ class TransformersEngine:
         self.shares_weights = not copy_weights
         self._model = _decoding_copy(model, copy_weights)
         self._device = next(self._model.parameters()).device
+        _check_attention(self._model, self._device)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._end_ids = end_token_ids(model)
         self._weights = WeightSlots(self._model, shared=self.shares_weights)
@@ -286,6 +289,14 @@ def _check_model(model: PreTrainedModel) -> None:
         )
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(f"{name} shares keys and values between layers, which TransformersEngine does not do.")
+
+
+@torch.inference_mode()
+def _check_attention(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``ValueError`` if the attention of a model brings what only a forward shows, such as a mask of its own."""
+    position_ids = torch.arange(2, device=device)[None]
+    prompt = PromptPass(GroupCache([2], 1, device), 0, 1, 0, 2)
+    model(input_ids=torch.zeros_like(position_ids), position_ids=position_ids, use_cache=False, cache=prompt)
 
 
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:

@@ -312,7 +312,14 @@ def test_rope_that_depends_on_the_length_is_decoded_within_its_original_one(engi
 
 
 def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
-    from transformers import AutoModelForCausalLM, DogeConfig, MambaConfig, NemotronConfig, Qwen3NextConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        DogeConfig,
+        MambaConfig,
+        NemotronConfig,
+        Qwen2MoeConfig,
+        Qwen3NextConfig,
+    )
 
     mamba = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=5))
     with pytest.raises(ValueError, match="MambaForCausalLM"):
@@ -323,8 +330,10 @@ def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
         TransformersEngine(hybrid)
     small = dict(vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     small |= dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    window = dict(use_sliding_window=True, sliding_window=2, layer_types=["sliding_attention"])
     for config, message in (
         (DogeConfig(**small), "DogeAttention brings its own attention mask.*VLLMEngine"),
+        (Qwen2MoeConfig(**small, **window, num_experts=2), "a sliding window of 2 tokens that it does not.*VLLMEngine"),
         (NemotronConfig(**small), "NemotronAttention does not pass keyword arguments on.*VLLMEngine"),
     ):
         with pytest.raises(ValueError, match=message):

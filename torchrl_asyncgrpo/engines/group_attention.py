@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from torchrl_asyncgrpo.data.layer_window import layer_window
+
 #: name under which transformers finds :func:`group_attention`; it has no mask function, so no mask is ever built
 GROUP_ATTENTION = "asyncgrpo_group"
 
@@ -57,8 +59,8 @@ def group_attention(
         s_aux: [H] attention sinks, extra logits in the denominator.
 
     Raises:
-        ValueError: for what it cannot honour: a mask or bias of the model's own, or attention to later tokens; or if
-            the model does not pass ``cache`` on.
+        ValueError: for what it cannot honour: a mask or bias of the model's own, a window that the layer does not
+            pass on, or attention to later tokens; or if the model does not pass ``cache`` on.
     """
     if cache is None:
         raise ValueError(
@@ -69,6 +71,11 @@ def group_attention(
         raise ValueError(
             f"{type(module).__name__} brings its own attention mask or position bias, or attends to later tokens; "
             "TransformersEngine decodes causal attention only. Serve the model with VLLMEngine."
+        )
+    if sliding_window is None and layer_window(module) is not None:
+        raise ValueError(
+            f"{type(module).__name__} has a sliding window of {layer_window(module)} tokens that it does not pass to "
+            "its attention function; TransformersEngine would attend to all tokens. Serve the model with VLLMEngine."
         )
     out_BQHD = cache.attend(
         query_BHQD,

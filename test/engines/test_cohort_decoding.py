@@ -297,8 +297,29 @@ def test_a_limit_that_the_model_has_not_is_refused(max_length):
         TransformersEngine(tiny_model(), max_length=max_length)
 
 
+def test_rope_that_depends_on_the_length_is_decoded_within_its_original_one(engine_of):
+    factors = dict(short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
+    longrope = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=16, **factors)
+    model = tiny_model("llama", rope_parameters=longrope)
+    engine = engine_of(model)
+    assert engine.max_length == 16
+    prompts = prompts_of(3, 9)
+    groups = sample(engine, prompts, SamplingParams(max_tokens=30, n=2, seed=0, ignore_eos=True))
+    assert len(groups[0][0].token_ids) == 13
+    assert largest_error(model, prompts, groups) < 1e-5
+    with pytest.raises(ValueError, match="17 tokens is longer than the 16 .*'longrope' of model type 'llama'"):
+        TransformersEngine(model, max_length=17)
+
+
 def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
-    from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+    from transformers import (
+        AutoModelForCausalLM,
+        DogeConfig,
+        MambaConfig,
+        NemotronConfig,
+        Qwen2MoeConfig,
+        Qwen3NextConfig,
+    )
 
     mamba = AutoModelForCausalLM.from_config(MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=5))
     with pytest.raises(ValueError, match="MambaForCausalLM"):
@@ -307,3 +328,13 @@ def test_models_that_cannot_be_decoded_exactly_are_refused_by_name():
     hybrid.config.layer_types = Qwen3NextConfig().layer_types
     with pytest.raises(ValueError, match="linear_attention"):
         TransformersEngine(hybrid)
+    small = dict(vocab_size=5, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    small |= dict(num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    window = dict(use_sliding_window=True, sliding_window=2, layer_types=["sliding_attention"])
+    for config, message in (
+        (DogeConfig(**small), "DogeAttention brings its own attention mask.*VLLMEngine"),
+        (Qwen2MoeConfig(**small, **window, num_experts=2), "a sliding window of 2 tokens that it does not.*VLLMEngine"),
+        (NemotronConfig(**small), "NemotronAttention does not pass keyword arguments on.*VLLMEngine"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TransformersEngine(AutoModelForCausalLM.from_config(config))

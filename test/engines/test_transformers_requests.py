@@ -280,4 +280,4 @@ def test_caches_are_freed_when_a_cohort_ended_or_failed(engine, monkeypatch):
     with pytest.raises(ZeroDivisionError) as held:
         sample(engine, [[1, 2]], PARAMS)
     assert held.value
-    assert caches[2][1] == {}
+    assert caches[2][1] == []

@@ -5,10 +5,12 @@ import asyncio
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
+    HrmTextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -33,7 +35,7 @@ _WIDTHS = dict(
 )
 _SLIDING = dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 _CONFIGS = {
-    "llama": lambda: LlamaConfig(**_WIDTHS),
+    "llama": lambda **changes: LlamaConfig(**_WIDTHS, **changes),
     "qwen3": lambda: Qwen3Config(**_WIDTHS, tie_word_embeddings=True),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCABULARY, n_embd=24, n_layer=2, n_head=4, n_positions=64, eos_token_id=0, bos_token_id=0
@@ -42,6 +44,9 @@ _CONFIGS = {
     "gemma2": lambda: Gemma2Config(**_WIDTHS, **_SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
     "gemma3": lambda: Gemma3TextConfig(**_WIDTHS, **_SLIDING),
     "gpt_oss": lambda: GptOssConfig(**_WIDTHS, **_SLIDING, num_local_experts=2, num_experts_per_tok=1),
+    # both call attention more than once for one layer_idx: in a layer, and in a loop over the layers
+    "diffllama": lambda: DiffLlamaConfig(**{**_WIDTHS, "head_dim": 6}),
+    "hrm_text": lambda: HrmTextConfig(**_WIDTHS, H_cycles=2, L_cycles=2),
 }
 KINDS = list(_CONFIGS)
 
@@ -49,11 +54,11 @@ KINDS = list(_CONFIGS)
 _NOT_IN_SDPA = {"gemma2", "gpt_oss"}
 
 
-def tiny_model(kind="gpt2", dtype=torch.float64, seed=0):
+def tiny_model(kind="gpt2", dtype=torch.float64, seed=0, **changes):
     """A model whose tokens are far from equally likely, with attention of transformers that is exact for its kind."""
     torch.manual_seed(seed)
     attention = "eager" if kind in _NOT_IN_SDPA else "sdpa"
-    config = _CONFIGS[kind]()
+    config = _CONFIGS[kind](**changes)
     # The grouped matrix products of experts know no float64.
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype)

@@ -6,9 +6,18 @@ import pytest
 import torch
 from fakes import VOCABULARY, tiny_gpt2, tiny_moe, tiny_qwen3
 from torch import nn
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DogeConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    NemotronConfig,
+    Phi3Config,
+)
 
-from torchrl_asyncgrpo import FlatPacker, TreeActor, TreePacker, make_rollout, unpack
+from torchrl_asyncgrpo import FlatPacker, PaddingFreeActor, TreeActor, TreePacker, make_rollout, unpack
 
 SMALL = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -192,6 +201,60 @@ def test_router_logits_are_those_of_each_rollout_alone(dense):
     for ours, i in zip(unpack(out, ("node", "router_logits")), batch["rollout", "rollout_id"].tolist(), strict=True):
         alone = plain(input_ids=rows[i]["token_ids"][None], output_router_logits=True).router_logits
         torch.testing.assert_close(ours, torch.stack(alone, 1)[: len(ours)], rtol=1e-4, atol=1e-5)
+
+
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
+LONGROPE = dict(rope_type="longrope", rope_theta=1e4)
+LONGROPE |= dict(short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 4.0, 8.0])
+ROPES = {
+    "dynamic": lambda: tiny(LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters=dict(DYNAMIC))),
+    "longrope": lambda: tiny(
+        Phi3Config(
+            **SMALL,
+            max_position_embeddings=64,
+            original_max_position_embeddings=16,
+            rope_parameters=dict(LONGROPE),
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize(("actor_class", "packer"), [(TreeActor, TreePacker()), (PaddingFreeActor, FlatPacker())])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_that_depends_on_the_longest_rollout_runs_within_its_original_length(rope, actor_class, packer):
+    plain = ROPES[rope]()
+    actor = actor_class(copy.deepcopy(plain))
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(*lengths):
+        tokens = [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+        return [make_rollout(t, [0] + [1] * (len(t) - 1), [-1.0] * len(t), group_id=0) for t in tokens]
+
+    # the long one leaves nothing behind that the next batch would be computed with
+    with pytest.raises(ValueError, match=rf"sequence of 17 tokens is longer than the 16 .*'{rope}'.*within 16 tokens"):
+        on_tree(actor, packer(rows(17, 5)))
+    within = rows(16, 5)
+    expected = alone(plain, within, 1.0)
+    ours = on_tree(actor, packer(within))
+    assert ours.keys() == expected.keys()
+    for key, values in expected.items():
+        torch.testing.assert_close(torch.stack(ours[key]), torch.stack(values).float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DogeConfig(**SMALL), "DogeForCausalLM fails over a tree .*size.*FlatPacker and PaddingFreeActor"),
+        (NemotronConfig(**SMALL), "'nemotron' does not pass keyword arguments on to its attention function"),
+    ],
+    ids=["mask of its own", "no keyword arguments"],
+)
+def test_model_that_does_not_hand_the_tree_on_is_refused_at_construction(config, message):
+    model = AutoModelForCausalLM.from_config(config).train()
+    with pytest.raises(ValueError, match=message):
+        TreeActor(model)
+    assert all(module.training for module in model.modules())
+    PaddingFreeActor(model)
 
 
 def test_router_logits_are_not_written_unless_asked_for():

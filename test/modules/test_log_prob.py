@@ -113,6 +113,22 @@ def test_bfloat16_autocast_accumulates_weight_gradient_in_float32():
     assert (ours - exact).abs().max() < 2**-8 * 64**0.5 * 4
 
 
+def test_chunks_of_a_bfloat16_head_add_up_in_float32():
+    """Weight and bias: the gradient is that of one chunk up to its own rounding, however many chunks there are."""
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((1024, 4), (8, 4), (8,)))
+    position, token = torch.arange(1024), torch.randint(0, 8, (1024,))
+
+    def gradients(chunk_size):
+        leaves = [leaf.clone().requires_grad_() for leaf in (weight, bias)]
+        log_prob, _ = token_log_prob(hidden, *leaves, position, token, transform=HeadTransform(), chunk_size=chunk_size)
+        return torch.autograd.grad(log_prob.sum(), leaves)
+
+    for ours, whole in zip(gradients(2), gradients(1024), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - whole).abs().max() <= 2**-7 * whole.abs().max()
+
+
 def kept_problem(seed=0, num_entries=6, vocabulary=11):
     """Kept tokens of some of the entries, in no order; entry 2 keeps all tokens, entry 4 has no kept set."""
     generator = torch.Generator().manual_seed(seed)

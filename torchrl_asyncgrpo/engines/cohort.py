@@ -203,7 +203,6 @@ class Cohort:
         input_ids_R1 = self._tensor([row.completion.token_ids[-1:] for row in self._rows])
         position_ids_R1 = self._tensor([[len(row.request.prompt_ids) + step_pass.step] for row in self._rows])
         logits_RV = self._forward(input_ids_R1, position_ids_R1, step_pass)
-        step_pass.finish()
         self._sample(logits_RV, range(len(self._rows)), self._rows, version)
         self._answer_finished()
         self._keep(lambda row: row.running)
@@ -212,6 +211,7 @@ class Cohort:
         output = self._model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=1, cache=cache
         )
+        cache.finish()
         return output.logits[:, -1]
 
     def _sample(self, logits_BV: Tensor, sources: Sequence[int], rows: Sequence[_Row], version: int) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from torchrl_asyncgrpo.data.layer_window import layer_window
+
 #: name under which transformers finds :func:`group_attention`; it has no mask function, so no mask is ever built
 GROUP_ATTENTION = "asyncgrpo_group"
 
@@ -21,7 +23,6 @@ Partial = tuple[Tensor, Tensor]
 class _Pass(Protocol):
     def attend(
         self,
-        layer_index: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -41,7 +42,7 @@ def group_attention(
     value_BKQD: Tensor,
     attention_mask: Tensor | None,
     *,
-    cache: _Pass,
+    cache: _Pass | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -58,15 +59,25 @@ def group_attention(
         s_aux: [H] attention sinks, extra logits in the denominator.
 
     Raises:
-        ValueError: for what it cannot honour: a mask or bias of the model's own, or attention to later tokens.
+        ValueError: for what it cannot honour: a mask or bias of the model's own, a window that the layer does not
+            pass on, or attention to later tokens; or if the model does not pass ``cache`` on.
     """
+    if cache is None:
+        raise ValueError(
+            f"{type(module).__name__} does not pass keyword arguments on to its attention function; TransformersEngine "
+            "cannot decode it. Serve the model with VLLMEngine."
+        )
     if attention_mask is not None or position_bias is not None or is_causal is False:
         raise ValueError(
             f"{type(module).__name__} brings its own attention mask or position bias, or attends to later tokens; "
-            "TransformersEngine decodes causal attention only."
+            "TransformersEngine decodes causal attention only. Serve the model with VLLMEngine."
+        )
+    if sliding_window is None and layer_window(module) is not None:
+        raise ValueError(
+            f"{type(module).__name__} has a sliding window of {layer_window(module)} tokens that it does not pass to "
+            "its attention function; TransformersEngine would attend to all tokens. Serve the model with VLLMEngine."
         )
     out_BQHD = cache.attend(
-        module.layer_idx,  # type: ignore[arg-type]
         query_BHQD,
         key_BKQD,
         value_BKQD,

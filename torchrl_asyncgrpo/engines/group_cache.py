@@ -44,14 +44,16 @@ class GroupCache:
         self.max_own_tokens = max_own_tokens
         self.own_tokens = 0
         self.groups_of_rows: list[int] = []
-        self.layers: dict[int, _Layer] = {}
+        # one for each call of attention in a pass: some layers attend twice, some models loop over their layers
+        self.layers: list[_Layer] = []
+        self.calls_per_pass: int | None = None
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> _Layer:
-        """Storage of one layer, allocated on its first use."""
-        if index not in self.layers:
+    def layer(self, call: int, key: Tensor, value: Tensor) -> _Layer:
+        """Storage of the call of attention that is number ``call`` of its pass, allocated on its first use."""
+        if call == len(self.layers):
             shape = (len(self.length_G), key.shape[1], self.longest)
-            self.layers[index] = _Layer(key.new_zeros(*shape, key.shape[-1]), value.new_zeros(*shape, value.shape[-1]))
-        return self.layers[index]
+            self.layers.append(_Layer(key.new_zeros(*shape, key.shape[-1]), value.new_zeros(*shape, value.shape[-1])))
+        return self.layers[call]
 
     def start_rows(self, groups_of_rows: Sequence[int]) -> None:
         """Say which prompt each row continues, once all prompts are written."""
@@ -69,7 +71,7 @@ class GroupCache:
         for hole, row in zip(sorted(set(range(count)) - set(kept)), tail, strict=True):
             order[hole] = row
         holes = [place for place, row in enumerate(order) if place != row]
-        for layer in self.layers.values():
+        for layer in self.layers:
             if holes and layer.own_key_RKSD is not None and layer.own_value_RKSD is not None:
                 for own_RKSD in (layer.own_key_RKSD, layer.own_value_RKSD):
                     own_RKSD[holes, :, : self.own_tokens] = own_RKSD[tail, :, : self.own_tokens]
@@ -87,7 +89,7 @@ class GroupCache:
         self.length_G = self.length_G[live_G]
         self.longest = int(self.length_G.max()) if live else 0
         self.equal_lengths = bool((self.length_G == self.longest).all())
-        for layer in self.layers.values():
+        for layer in self.layers:
             layer.prompt_key_GKPD = layer.prompt_key_GKPD[live_G, :, : self.longest]
             layer.prompt_value_GKPD = layer.prompt_value_GKPD[live_G, :, : self.longest]
         place = {group: index for index, group in enumerate(live)}
@@ -109,19 +111,46 @@ class GroupCache:
         self.group_R = torch.tensor(self.groups_of_rows, device=device)
 
 
-class PromptPass:
+class _Pass:
+    """One forward of the model, whose calls of attention come in the same order in every pass."""
+
+    def __init__(self, cache: GroupCache) -> None:
+        self.cache = cache
+        self._calls = 0
+
+    def finish(self) -> None:
+        """Check, after the forward, that it attended as often as every other pass.
+
+        Raises:
+            ValueError: if it did not.
+        """
+        expected = self.cache.calls_per_pass
+        if expected not in (None, self._calls):
+            raise ValueError(
+                f"the model called attention {self._calls} times in this pass and {expected} times in the one before: "
+                "it chooses its layers by what it reads, so that TransformersEngine cannot decode it exactly. Serve it "
+                "with VLLMEngine."
+            )
+        self.cache.calls_per_pass = self._calls
+
+    def _next_layer(self, key: Tensor, value: Tensor) -> _Layer:
+        self._calls += 1
+        return self.cache.layer(self._calls - 1, key, value)
+
+
+class PromptPass(_Pass):
     """One forward over positions ``start:stop`` of some prompts, handed to the attention function as ``cache``.
 
     The queries come from groups ``first:last``, or from a single sequence that all of those groups share.
     """
 
     def __init__(self, cache: GroupCache, first: int, last: int, start: int, stop: int) -> None:
-        self.cache, self.first, self.last, self.start, self.stop = cache, first, last, start, stop
+        super().__init__(cache)
+        self.first, self.last, self.start, self.stop = first, last, start, stop
         self._mask_by_window: dict[int | None, Tensor | None] = {}
 
     def attend(
         self,
-        layer_index: int,
         query_BHQD: Tensor,
         key_BKQD: Tensor,
         value_BKQD: Tensor,
@@ -132,7 +161,7 @@ class PromptPass:
         sink_H: Tensor | None,
     ) -> Tensor:
         """Store keys and values, and return the attention output [B, Q, H, D]."""
-        layer = self.cache.layer(layer_index, key_BKQD, value_BKQD)
+        layer = self._next_layer(key_BKQD, value_BKQD)
         layer.prompt_key_GKPD[self.first : self.last, :, self.start : self.stop] = key_BKQD
         layer.prompt_value_GKPD[self.first : self.last, :, self.start : self.stop] = value_BKQD
         last = self.first + len(query_BHQD)
@@ -159,17 +188,16 @@ class PromptPass:
         return self._mask_by_window[window]
 
 
-class StepPass:
+class StepPass(_Pass):
     """One decoding step of every row, handed to the attention function as ``cache``."""
 
     def __init__(self, cache: GroupCache) -> None:
-        self.cache = cache
+        super().__init__(cache)
         self.step = cache.own_tokens
         self._bias_by_window: dict[int | None, Tensor | None] = {}
 
     def attend(
         self,
-        layer_index: int,
         query_RH1D: Tensor,
         key_RK1D: Tensor,
         value_RK1D: Tensor,
@@ -185,7 +213,7 @@ class StepPass:
         are merged by their log-sum-exp.
         """
         cache = self.cache
-        layer = cache.layer(layer_index, key_RK1D, value_RK1D)
+        layer = self._next_layer(key_RK1D, value_RK1D)
         own_key_RKSD, own_value_RKSD = self._store(layer, key_RK1D, value_RK1D, window)
         rows, kv_heads = key_RK1D.shape[:2]
         query_RKJD = query_RH1D.reshape(rows, kv_heads, -1, query_RH1D.shape[-1])
@@ -204,7 +232,8 @@ class StepPass:
         return merged_RKJD.to(query_RH1D.dtype).reshape(rows, 1, -1, merged_RKJD.shape[-1])
 
     def finish(self) -> None:
-        """Count the stored tokens, after the forward went through every layer."""
+        """Check the pass as the other ones, and count the stored tokens."""
+        super().finish()
         self.cache.own_tokens = self.step + 1
 
     def _store(self, layer: _Layer, key_RK1D: Tensor, value_RK1D: Tensor, window: int | None) -> tuple[Tensor, Tensor]:

@@ -12,14 +12,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.adapters import bits_outside_parameters, is_plain, keep_bits, plain_copy, unwrapped
 from torchrl_asyncgrpo.data.end_tokens import end_token_ids
+from torchrl_asyncgrpo.data.rope_length import check_rope_length, rope_limits
 from torchrl_asyncgrpo.engines.base import Completion, SamplingParams
 from torchrl_asyncgrpo.engines.cohort import Cohort, Request
 from torchrl_asyncgrpo.engines.group_attention import GROUP_ATTENTION
+from torchrl_asyncgrpo.engines.group_cache import GroupCache, PromptPass
 from torchrl_asyncgrpo.engines.weight_slots import WeightSlots
 from torchrl_asyncgrpo.kernels.linear import use_onednn
 
@@ -43,7 +46,8 @@ class TransformersEngine:
         copy_weights: True gives the engine its own parameters, with adapters merged into them and quantised ones
             written out. False shares the model's own (``shares_weights``), adapters and all: no pushes are needed and
             none is accepted, but no step may run while they are being written, and they may only be written in place.
-        max_length: most tokens of prompt and completion together; None is the model's own limit.
+        max_length: most tokens of prompt and completion together; None is the model's own limit, with RoPE of a type
+            that depends on the length ("longrope", "dynamic") its original one, beyond which nothing is exact.
         seed: seed of the requests that bring none; each gets its own, derived from ``seed``, how many came before, and
             its prompt. None seeds from the operating system.
 
@@ -72,6 +76,7 @@ class TransformersEngine:
         self.shares_weights = not copy_weights
         self._model = _decoding_copy(model, copy_weights)
         self._device = next(self._model.parameters()).device
+        _check_attention(self._model, self._device)
         self._vocabulary = self._model.get_input_embeddings().weight.shape[0]
         self._end_ids = end_token_ids(model)
         self._weights = WeightSlots(self._model, shared=self.shares_weights)
@@ -286,14 +291,24 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} shares keys and values between layers, which TransformersEngine does not do.")
 
 
+@torch.inference_mode()
+def _check_attention(model: PreTrainedModel, device: torch.device) -> None:
+    """Raise ``ValueError`` if the attention of a model brings what only a forward shows, such as a mask of its own."""
+    position_ids = torch.arange(2, device=device)[None]
+    prompt = PromptPass(GroupCache([2], 1, device), 0, 1, 0, 2)
+    model(input_ids=torch.zeros_like(position_ids), position_ids=position_ids, use_cache=False, cache=prompt)
+
+
 def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = limit if max_length is None else max_length
-    if asked is None:
+    if max_length is None and limit is not None:
+        max_length = min([limit, *(length for _, length in rope_limits(model.config))])
+    if max_length is None:
         raise ValueError(f"{type(model).__name__} has no max_position_embeddings; pass max_length.")
-    if asked < 2 or (limit is not None and asked > limit):
-        raise ValueError(f"max_length={asked}; it must be between 2 and the model's limit of {limit} tokens.")
-    return asked
+    if max_length < 2 or (limit is not None and max_length > limit):
+        raise ValueError(f"max_length={max_length}; it must be between 2 and the model's limit of {limit} tokens.")
+    check_rope_length(model.config, max_length)
+    return max_length
 
 
 def _decoding_copy(model: PreTrainedModel, copy_weights: bool) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from torchrl_asyncgrpo.adapters import check_adapters, has_quantized_layers, keep_bits, leave_out_of_state, unwrapped
 from torchrl_asyncgrpo.data import schema
+from torchrl_asyncgrpo.data.rope_length import check_rope_length
 from torchrl_asyncgrpo.kernels.heap import release_free_pages
 from torchrl_asyncgrpo.kernels.linear import OneDNNLinear, use_onednn
 from torchrl_asyncgrpo.modules.checkpoint import check_not_offloaded
@@ -47,8 +48,8 @@ class TreeActor(TensorDictModuleBase):
     Raises:
         TypeError: if ``model`` is not a transformers model.
         ValueError: if temperature or chunk size is out of range, if the backend cannot honour a feature of the
-            model, if layers of the model are offloaded, if its head is more than a linear map with scale and softcap,
-            or if router logits are asked of a model that has none.
+            model, or the model does not hand the tree on to it, if layers of the model are offloaded, if its head is
+            more than a linear map with scale and softcap, or if router logits are asked of a model that has none.
 
     Example:
         >>> actor = TreeActor(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B"))
@@ -127,7 +128,10 @@ class TreeActor(TensorDictModuleBase):
 
     def install_attention(self, model: PreTrainedModel, attention: str) -> str:
         """Give the model attention over the trie; returns the backend's name."""
-        return install(model, attention)
+        backend = install(model, attention)
+        if model.device.type != "meta":
+            _check_tree(model, backend)
+        return backend
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``node.log_prob`` and ``node.entropy``, [T] nats, of every node that an entry points at (else 0).
@@ -141,7 +145,8 @@ class TreeActor(TensorDictModuleBase):
             The same batch.
 
         Raises:
-            ValueError: if a kept token is not in the model's vocabulary.
+            ValueError: if a kept token is not in the model's vocabulary, or a rollout is longer than a RoPE type that
+                depends on the length ("longrope", "dynamic") allows.
         """
         input_ids_T = tensordict[schema.NODE_INPUT_IDS]
         if input_ids_T.device.type == "cpu":
@@ -190,6 +195,8 @@ class TreeActor(TensorDictModuleBase):
 
     def hidden_states(self, tensordict: TensorDictBase) -> Tensor:
         """Final hidden states of all nodes, [T, D], as the head reads them; writes ``node.router_logits`` if asked."""
+        # before the forward: transformers keeps the frequencies of a long sequence
+        check_rope_length(self.model.config, tensordict[schema.NODE_POSITION_IDS].max() + 1)
         options = {"output_router_logits": True} if self.router_logits else {}
         output = self.model.base_model(
             input_ids=tensordict[schema.NODE_INPUT_IDS][None], **self.model_inputs(tensordict), **options
@@ -211,6 +218,26 @@ def trained_nodes(entry_node_L: Tensor, parent_T: Tensor) -> tuple[Tensor, Tenso
     node_M = entry_node_L.unique()
     parent_M, order_M = parent_T[node_M].sort(stable=True)
     return node_M[order_M], parent_M
+
+
+@torch.no_grad()
+def _check_tree(model: PreTrainedModel, backend: str) -> None:
+    """Raise ``ValueError`` unless the model hands tree and mask to its attention function as they are."""
+    depth_T, end_T = (torch.tensor(values, device=model.device) for values in ([0, 1, 1], [3, 2, 3]))
+    model.set_attn_implementation("tree_reference")  # as good for this, and nothing is compiled
+    try:
+        with evaluating(model):
+            model.base_model(input_ids=torch.zeros_like(depth_T)[None], **TreeLayout(depth_T, end_T).model_inputs())
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(
+            f"{type(model).__name__} fails over a tree ({error}). No tree attention backend can run a model that "
+            "computes with its attention mask instead of handing it on to transformers' attention function; use "
+            "FlatPacker and PaddingFreeActor, which leaves it its own attention."
+        ) from error
+    finally:
+        model.set_attn_implementation(f"tree_{backend}")
 
 
 def head_transform(model: PreTrainedModel, temperature: float) -> HeadTransform:

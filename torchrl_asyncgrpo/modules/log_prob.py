@@ -143,7 +143,7 @@ class _TokenLogProb(torch.autograd.Function):
         grad_hidden_PD = torch.empty_like(hidden_PD) if ctx.needs_input_grad[0] else None
         # chunks add up in the result's precision, also where the weights are bfloat16
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=result) if ctx.needs_input_grad[1] else None
-        grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=result) if bias_V is not None and ctx.needs_input_grad[2] else None
         weight = weight_VD.to(compute)
         for rows, tokens in _chunks(len(hidden_PD), position_M, chunk_size):
             logits_CV = _logits(hidden_PD[rows], weight, bias_V, transform, compute, result)
@@ -171,6 +171,8 @@ class _TokenLogProb(torch.autograd.Function):
                     grad_weight_VD[columns] += product_nt(grad_CV[:, columns].T, hidden_CD.T)
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        if grad_bias_V is not None:
+            grad_bias_V = grad_bias_V.to(bias_V.dtype)
         return grad_hidden_PD, grad_weight_VD, grad_bias_V, None, None, None, None
 
 

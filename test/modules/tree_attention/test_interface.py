@@ -156,6 +156,20 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
         model(input_ids=torch.tensor([[3, 4, 5, 6]]), **inputs)
 
 
+def test_a_path_beyond_the_length_of_its_rope_is_refused() -> None:
+    rope = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    model = tiny_model("llama", max_position_embeddings=4, rope_parameters=rope)
+    install(model, "segments")
+    for depth in (4, 5):
+        inputs = TreeLayout(torch.arange(depth), torch.full((depth,), depth)).model_inputs()
+        ids = torch.arange(3, 3 + depth)[None]
+        if depth == 4:
+            assert model(input_ids=ids, **inputs).logits.isfinite().all()
+            continue
+        with pytest.raises(ValueError, match="5 tokens is longer than the 4 .*'dynamic'"):
+            model(input_ids=ids, **inputs)
+
+
 def test_two_threads_run_trees_and_plain_forwards_of_one_model_at_once() -> None:
     model = tiny_model("mistral")
     install(model, "segments")

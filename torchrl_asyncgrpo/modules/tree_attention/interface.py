@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from torchrl_asyncgrpo.data.layer_window import layer_window
+from torchrl_asyncgrpo.data.rope_length import check_rope_length
 from torchrl_asyncgrpo.modules.tree_attention import workers
 from torchrl_asyncgrpo.modules.tree_attention.features import BACKENDS, check_features, refuse
 from torchrl_asyncgrpo.modules.tree_attention.flex import tree_flex_attention
@@ -164,6 +166,7 @@ def _check_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: A
         raise ValueError(
             f"The layout is on {tree.device} and the model on {query.device}; build it on the model's device."
         )
+    check_rope_length(config, tree.max_depth + 1)
 
 
 def _check_layer(
@@ -183,16 +186,8 @@ def _check_layer(
         refuse("relative position biases", config.model_type, backend)
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         refuse("bidirectional attention", config.model_type, backend)
-    if sliding_window is None and _layer_window(module, config) is not None:
+    if sliding_window is None and layer_window(module) is not None:
         refuse("a sliding window that the layer does not pass to its attention function", config.model_type, backend)
-
-
-def _layer_window(module: nn.Module, config: Any) -> int | None:
-    """The window that the configuration gives this layer."""
-    window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if window is None or layer_types is None:
-        return window
-    return window if layer_types[cast(int, module.layer_idx)] == "sliding_attention" else None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

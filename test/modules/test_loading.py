@@ -410,6 +410,7 @@ def test_quantisation_without_an_adapter_is_warned_of(directory):
         (dict(dtype=torch.int8), "dtype=torch.int8"),
         (dict(dtype="Tensor"), "dtype='Tensor'"),
         (dict(attention="magic"), "attention='magic'.*'auto', 'reference', 'segments', 'flex'"),
+        (dict(attention=None), "attention=None; leave it 'auto' here"),
         (dict(load_in_4bit=True, load_in_8bit=True), "load_in_4bit=True and load_in_8bit=True"),
         (dict(bnb_4bit_quant_type="int4"), "bnb_4bit_quant_type='int4'"),
         (dict(lora_r=0), "lora_r=0.*integer >= 1"),

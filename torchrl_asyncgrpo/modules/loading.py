@@ -90,6 +90,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         as_dtype(self.dtype)
         check_attention(self.attention)
+        if self.attention is None:
+            raise ValueError("attention=None; leave it 'auto' here, and give None, the model's own, to load_policy.")
         if self.load_in_4bit and self.load_in_8bit:
             raise ValueError("load_in_4bit=True and load_in_8bit=True; a weight has one of them.")
         if self.bnb_4bit_quant_type not in ("nf4", "fp4"):

@@ -28,11 +28,6 @@ def make_policy(path: str, settings: ModelConfig, device: str, **changes: Any) -
     return policy if has_quantized_layers(policy) else policy.to(device)
 
 
-def plain_kwargs(settings: ModelConfig) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for whoever holds the base in full precision: an engine, a tokenizer."""
-    return {name: value for name, value in model_kwargs(settings).items() if name != "quantization_config"}
-
-
 def server_flags(cfg: DictConfig) -> list[str]:
     """vLLM's options for the files of the policy: its revision, which is the tokenizer's too, and its own code."""
     kwargs = model_kwargs(model_settings(cfg, "cpu"))

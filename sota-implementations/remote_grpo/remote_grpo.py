@@ -53,6 +53,7 @@ from torchrl_asyncgrpo import (
     load_tokenizer,
     make_objective,
     make_replay_buffer,
+    model_kwargs,
     run_name,
 )
 from torchrl_asyncgrpo.adapters import has_quantized_layers, unwrapped
@@ -67,7 +68,7 @@ from torchrl_asyncgrpo.trainers.window import Packer
 SPINE = Path(__file__).parent.parent / "async_grpo"
 sys.path.insert(0, str(SPINE))
 import from_config  # noqa: E402
-from from_config import make_policy, model_settings, objective_options, plain_kwargs  # noqa: E402
+from from_config import make_policy, model_settings, objective_options  # noqa: E402
 from report import comparison_table, plot_course  # noqa: E402
 from sums import last_number_is_sum, make_prompts  # noqa: E402
 
@@ -107,8 +108,9 @@ def make_loss(cfg: DictConfig, actor: TreeActor, sender: WeightSyncSender | None
 
 def make_engine(cfg: DictConfig, path: str) -> TransformersEngine:
     """The engine, with weights of its own: those of the base in full precision, until the first push."""
-    settings = model_settings(cfg, "cuda" if torch.cuda.is_available() else "cpu")
-    return TransformersEngine(load_model(path, plain_kwargs(settings), attention=None))
+    kwargs = model_kwargs(model_settings(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
+    kwargs.pop("quantization_config", None)
+    return TransformersEngine(load_model(path, kwargs, attention=None))
 
 
 # --- what runs here ------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ def run(cfg: DictConfig, cleanup: contextlib.ExitStack) -> None:
     output = Path(cfg.output)
     torch.manual_seed(cfg.train.seed)
     path, name = resolve_model(cfg.model.name), run_name(cfg.model.name)
-    tokenizer = load_tokenizer(path, plain_kwargs(model_settings(cfg, "cpu")))
+    tokenizer = load_tokenizer(path, model_kwargs(model_settings(cfg, "cpu")))
     prompts = make_prompts(cfg.task.num_prompts, cfg.train.seed, cfg.task.template)
     examples = make_prompts(8, cfg.train.seed + 1, cfg.task.template)
     sampling = partial(SamplingParams, max_tokens=cfg.sampling.max_tokens, temperature=cfg.sampling.temperature)

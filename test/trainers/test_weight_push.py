@@ -43,25 +43,27 @@ def test_counts_steps_taken_not_calls():
     assert versions == [1, 1, 2, 2, 2, 3]
 
 
-def test_failed_push_is_due_again():
+@pytest.fixture
+def failed():
+    """A sender whose second push failed, and which could push again."""
     sender, taken, push = make()
     push.start()
     taken[0], sender.fail = 1, True
     with pytest.raises(ConnectionError):
         push()
     sender.fail = False
+    return sender, push
+
+
+def test_failed_push_is_due_again(failed):
+    sender, push = failed
     push()
     assert sender.policy_version == 2
 
 
-def test_push_that_failed_comes_before_training_goes_on():
+def test_push_that_failed_comes_before_training_goes_on(failed):
     """Or the rollouts of the next step would wait for an engine that waits for whole weights."""
-    sender, taken, push = make()
-    push.start()
-    taken[0], sender.fail = 1, True
-    with pytest.raises(ConnectionError):
-        push()
-    sender.fail = False
+    sender, push = failed
     push.start(under_way=True)
     assert sender.policy_version == 1
     push.start()
